@@ -399,7 +399,7 @@ def test_the_data_takes_no_memory_of_the_process(runtime_dir: Path, tmp_path: Pa
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command(sharded: Any, tmp_path: Path):
+def test_the_command(sharded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk, state = sharded
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(only_disk(disk)))
@@ -436,6 +436,7 @@ def test_the_command(sharded: Any, tmp_path: Path):
     assert keys["meta.step"]["bytes"] > 0
     for segment in json.loads(shown.stdout)["segments"]:
         assert [place.split()[0] for place in segment["held by"]] == ["disk"]
+    monkeypatch.setenv("COLUMNS", "30")  # a terminal that is narrower than a line of it
     tree = run_command("show", "4", "--tree", *where).stdout
     assert f"embed  float32 {list(embed.shape)}" in tree
     assert "segment 0, 1" in tree

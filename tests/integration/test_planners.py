@@ -522,6 +522,18 @@ def test_parts_of_a_state(engine: Engine):
         assert same(more, {**state, "new": torch.ones(2)})
 
 
+def test_a_new_optimizer_has_nothing_to_load_into(engine: Engine):
+    """The error names what makes it: strict=False alone would lose the moments."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    save(engine, 1, {"model": model, "optimizer": optimizer})
+    new = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match=r"optimizer\.state\.0.* get_state_dict of torch"):
+        engine.load({"model": model, "optimizer": new})
+
+
 def test_a_tensor_of_another_shape_is_dcps_error(engine: Engine):
     save(engine, 1, {"w": torch.ones(4)})
     with pytest.raises(CheckpointException, match="Size mismatch"):

@@ -131,6 +131,8 @@ def check(
         )
     else:
         _print(config, namespace, need, ranks)
+        if need is None:
+            click.echo("memory: --state-size and --ranks compute what a state needs")
         click.echo(
             f"limit: {size(limit)} "
             + ("(memory.capacity)" if config.memory.capacity_bytes else f"(half of {folder})")

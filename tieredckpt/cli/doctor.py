@@ -166,7 +166,8 @@ def _job(space: NamespaceStatus) -> Iterator[Finding]:
         error, fix = _halves(one_line(tier.error)) if tier.error else (None, "")
         yield _finding(f"{name}: copies", error, behind, fix)
         slow = f"behind by {tier.lag_steps} steps" if tier.alarm or tier.memory_full else None
-        yield _finding(f"{name}: lag", slow, behind, "a faster tier, or a longer `every`", "warn")
+        remedy = "as for its copies" if error else "a faster tier, or a longer `every`"
+        yield _finding(f"{name}: lag", slow, behind, remedy, "warn")
         bad = f"{tier.quarantined} damaged copies" if tier.quarantined else None
         yield _finding(f"{name}: damage", bad, "none known", "tieredckpt verify; check the disk")
     skipped = f"{space.skipped_saves} saves were skipped" if space.skipped_saves else None

@@ -83,6 +83,8 @@ def test_config_check(
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] is True
     assert answer["memory"]["ring_slots"] == 5
+    assert run(monkeypatch, "config", "check", str(file)) == 0
+    assert "--state-size and --ranks" in capsys.readouterr().out
     assert run(monkeypatch, "config", "check", str(file), "--state-size", "800GiB") == 1
     assert "memory.capacity" in capsys.readouterr().err
     assert run(monkeypatch, "config", "check", str(file), "--state-size", "much") == 2

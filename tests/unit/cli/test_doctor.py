@@ -14,6 +14,7 @@ from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.unit.cli.test_cli import run
 from tieredckpt.cli import doctor
 from tieredckpt.config.tiers import Keep
+from tieredckpt.config.units import Every
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.backends.file import FileTier
 from tieredckpt.storage.base import Scope
@@ -88,7 +89,9 @@ def test_a_folder_and_a_store(
     assert "check the credentials (AWS_SECRET_ACCESS_KEY" in found["tier s3: open"]["fix"]
 
 
-def test_what_cannot_be_opened(lines: Any, tmp_path: Path, runtime_dir: Path):
+def test_what_cannot_be_opened(
+    lines: Any, tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").touch()
     file = written(
         tmp_path,
@@ -99,6 +102,10 @@ def test_what_cannot_be_opened(lines: Any, tmp_path: Path, runtime_dir: Path):
     found = lines(file)
     assert found["tier none: open"]["state"] == "fail"
     assert "check the tier's url and endpoint" in found["tier far: open"]["fix"]
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    found = lines(file)
+    assert found["tier far: open"]["fix"].startswith("set AWS_ACCESS_KEY_ID")
 
 
 def test_the_folder_of_an_agent_that_does_not_answer_is_not_locked(
@@ -144,7 +151,10 @@ def test_a_live_job_is_looked_at_and_not_disturbed(
 ):
     (tmp_path / "far").write_text("in the way")
     spec = spec_of(tiers={"disk": tmp_path / "disk"})
-    far = m.TierSpec(name="far", url=f"file://{tmp_path / 'far'}", scope="host", keep=Keep(last=2))
+    far = m.TierSpec(
+        name="far", url=f"file://{tmp_path / 'far'}", scope="host", keep=Keep(last=2),
+        lag_alarm=Every(steps=1),
+    )  # fmt: skip
     spec = msgspec.structs.replace(spec, tiers=(*spec.tiers, far))
     tiers = [{"name": each.name, "url": each.url} for each in spec.tiers]
     file = written(tmp_path, runtime_dir, *tiers)
@@ -162,7 +172,10 @@ def test_a_live_job_is_looked_at_and_not_disturbed(
         trainer.spilled(after.save_id)
         trainer.check(after, "disk")
         trainer.client.report_damage("disk", after.segments[0].id, (0,), "a test says so")
-        assert lines(file)["tier disk: damage"]["fix"].startswith("tieredckpt verify")
+        found = lines(file)
+        assert found["tier disk: damage"]["fix"].startswith("tieredckpt verify")
+        # It is not slow: what keeps it from being filled is to be mended.
+        assert found["tier far: lag"]["fix"] == "as for its copies"
         monkeypatch.setattr(doctor, "package_version", lambda: "9.9")
         found = lines(file)
         assert "tieredckpt agent stop" in found["agent's version"]["fix"]

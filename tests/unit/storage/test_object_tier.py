@@ -504,8 +504,12 @@ def test_nobody_answers(s3_server: S3Server, opened: Open):
         nobody.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         tier = opened(endpoint, retry_for_s=0.1)
-        with pytest.raises(TierUnavailableError, match=f"Connection refused; {NO_ANSWER}"):
+        with pytest.raises(TierUnavailableError, match=f"Connection refused; {NO_ANSWER}") as gone:
             tier.get(PLAN, limit=1)
+        # The label of a metric and the log have it: not another text at each try.
+        with pytest.raises(TierUnavailableError) as again:
+            tier.get(PLAN, limit=1)
+        assert str(again.value) == str(gone.value)
     tier = opened(s3_server.endpoint.replace("http:", "https:"), retry_for_s=0.1)
     with pytest.raises(TierUnavailableError, match=f"does not speak https; {NO_ANSWER}"):
         tier.get(PLAN, limit=1)

@@ -20,7 +20,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 from rich.tree import Tree
 
-from tieredckpt.cli.output import count, one_line, print_json, print_table, short, size
+from tieredckpt.cli.output import (
+    TABLE_WIDTH_MAX,
+    count,
+    one_line,
+    print_json,
+    print_table,
+    short,
+    size,
+)
 from tieredckpt.cli.sources import Place, find_holdings, full_save_id, namespace_options
 from tieredckpt.config.schema import Config, load_config
 from tieredckpt.config.units import parse_duration, parse_size
@@ -228,7 +236,7 @@ def show(place: Place, step: str, as_tree: bool, stream: str) -> None:
         print_json(**about, keys=rows, segments=segments)
         return
     if as_tree:
-        Console(highlight=False, emoji=False, soft_wrap=True).print(_tree(found))
+        Console(width=TABLE_WIDTH_MAX, highlight=False, emoji=False).print(_tree(found))
     else:
         print_table(None, [_row(each) for each in found.leaves])
     click.echo()

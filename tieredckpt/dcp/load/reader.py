@@ -223,9 +223,15 @@ class Reader(Named, StorageReader):
         text = f"{len(left)} key(s) of the checkpoint that no rank asked for: {names_text(left)}"
         if any(parse_key(name) is not None for name in left):
             text += " (per-rank values of another number of ranks are found by a SafeLoadPlanner)"
+        if any(".state." in f".{name}" for name in left):
+            text += (
+                " (an optimizer has no state before its first step: get_state_dict of "
+                "torch.distributed.checkpoint.state_dict makes it)"
+            )
         if strict:
             raise UsageError(
-                f"the load would leave out {text}; give the whole state, or load with strict=False",
+                f"the load would leave out {text}; give the whole state, or leave them out with "
+                "strict=False",
                 keys=left[:NAMES_SHOWN],
             )
         warnings.warn(f"not loaded: {text}", stacklevel=2)

@@ -233,8 +233,8 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
     if source is None and not settings.anonymous:
         raise unavailable(
             tier,
-            f"tier {tier} finds no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or name a profile, or give this machine or pod a role; write anonymous: true for a "
-            "public bucket",
+            f"tier {tier} finds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or name a profile, or give this machine or pod a role (or write anonymous: true, if "
+            "the bucket is public)",
         )
     return Credentials(tier, region, source)

@@ -79,6 +79,11 @@ NO_ANSWER = (
 _UNSENT = "error sending request"
 _WHY = re.compile(r'(?:message|error): "([^"\n]{1,120})"')
 """As obstore quotes the system's error, after its own text."""
+_TRIES = re.compile(
+    r"Generic \S+ error: (?:Error performing [a-z ]+: )?Error performing ([A-Z]+) ([^\s?]+)\S* "
+    r"in \S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +- (?:HTTP error: )?"
+)
+"""How obstore begins: with durations and counts, so that each error would be another one."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w{1,40})")
 _FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
 _THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
@@ -116,7 +121,8 @@ def refusal_of(text: str, status: int = 0) -> Refusal:
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
         status = status or 403
-    short = message[1] if message else text.partition("\n\nDebug source:")[0][:400].strip()
+    quoted = _TRIES.sub(r"\1 \2: ", text.partition("\n\nDebug source:")[0][:4000])
+    short = message[1] if message else quoted[:400].strip()
     if short.endswith(_UNSENT):
         short += _why_unsent(text)
     return Refusal(status, code[1] if code else "", short)
