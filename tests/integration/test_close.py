@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
-from tests.support.faults import ForkedAgent
+from tests.support.faults import ForkedAgent, state_of
+from tests.support.preloaded import context
 from tests.unit.agent.test_node import Host
 from tieredckpt.engine import Engine
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.recovery import flush
-from tieredckpt.recovery.flush import flush_and_wait
+from tieredckpt.recovery.flush import Terminated, flush_and_wait, raises_on_sigterm
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.backends.file import FileTier
 
@@ -123,6 +125,84 @@ def test_an_agent_that_is_gone_is_named(
             agent.kill()
         (record,) = [each for each in caplog.records if each.name == LOGGER]
     assert "no agent answers" in record.getMessage()
+
+
+class ToPipe(logging.Handler):
+    """Sends each message."""
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.send(record.getMessage())
+
+
+def close_when_told(pipe: Any, config: dict[str, Any]) -> None:
+    logging.getLogger(LOGGER).addHandler(ToPipe(pipe))
+    with Engine.open(config) as engine:
+        saved(engine, 1)
+        engine.wait(1, "disk", 60)
+        saved(engine, 2)
+        pipe.send("saved")
+        assert pipe.recv() == "close"
+    pipe.send("closed")
+
+
+@pytest.mark.usefixtures("starts_agent")
+def test_sigterm_ends_the_wait_and_then_the_process(runtime_dir: Path, tmp_path: Path):
+    """The agent stands still in the copy, and answers nobody."""
+    agent = ForkedAgent(runtime_dir)
+    pipe, theirs = context.Pipe()
+    config = settings(runtime_dir, tmp_path, close={"flush": "10 min"})
+    config["tiers"] = config["tiers"][:1]
+    process = context.Process(target=close_when_told, args=(theirs, config), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert pipe.poll(60)
+        assert pipe.recv() == "saved"
+        agent.arm("agent.spill.segment=stop")
+        pipe.send("close")
+        wait_until(lambda: state_of(agent.pid) == "T", deadline_s=60)
+        process.terminate()
+        assert pipe.poll(60), "the wait goes on"
+        message = pipe.recv()
+        assert "(last saved: step 2) is in the memory of host " in message
+        assert "SIGTERM ended the wait" in message
+        process.join(60)
+        assert process.exitcode == -signal.SIGTERM
+        agent.signal(signal.SIGCONT)
+        wait_until(lambda: held(tmp_path / "disk") == [1, 2], deadline_s=60)
+    finally:
+        process.kill()
+        agent.kill()
+
+
+def test_only_a_sigterm_that_would_end_the_process_raises():
+    def raised() -> bool:
+        try:
+            with raises_on_sigterm():
+                signal.raise_signal(signal.SIGTERM)
+        except Terminated:
+            return True
+        return False
+
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        assert not raised()
+        assert came == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert raised()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(Terminated), raises_on_sigterm(), contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)  # not lost where something suppresses it
+        with raises_on_sigterm():
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Direct:

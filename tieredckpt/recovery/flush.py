@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
 from tieredckpt.rpc.agent_client import AgentClient
@@ -50,6 +53,38 @@ class FlushReport:
     def done(self) -> bool:
         """Whether all streams are done."""
         return all(level == "done" for level in self.levels.values())
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Not an Exception, since nothing on the way is to handle it."""
+
+
+@contextlib.contextmanager
+def raises_on_sigterm() -> Iterator[None]:
+    """Within it SIGTERM raises Terminated, if it would end this process there and then.
+
+    A wait then ends at once. The caller reports it, and ends the process by that signal. A second
+    SIGTERM ends it, too. Changes nothing outside of the main thread, where Python handles signals.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    came = False
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if came:  # within a destructor, for example, from which nothing is raised
+        raise Terminated
 
 
 def check_deadline(deadline_s: float | None) -> None:

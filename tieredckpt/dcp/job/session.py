@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
 from tieredckpt.errors import UsageError, WaitError
-from tieredckpt.recovery.flush import bring_to_tiers
+from tieredckpt.recovery.flush import Terminated, bring_to_tiers, raises_on_sigterm
 from tieredckpt.recovery.folders import READ_ONLY
 from tieredckpt.recovery.other_hosts import OtherHosts
 
@@ -193,6 +194,8 @@ class Session(Writing):
     def bring_newest(self, limit_s: float) -> None:
         """Copy the newest checkpoint to all tiers, if this process has saved, and log a warning of
         what is not there in time. The first rank of each host does; it never raises for a tier.
+
+        A SIGTERM that would end the process ends it after the warning, not in the middle.
         """
         limit_s = min(limit_s, self.config.close.flush_s)
         tiers = [tier.name for tier in self.config.tiers]
@@ -207,16 +210,22 @@ class Session(Writing):
                 saved.step,
             )
             return
+        terminated = False
         try:
-            missing = bring_to_tiers(self.client, tiers, limit_s)
+            with raises_on_sigterm():
+                missing = bring_to_tiers(self.client, tiers, limit_s)
         except OSError as error:
             missing = [str(error)]
+        except Terminated:
+            missing, terminated = ["SIGTERM ended the wait for them"], True
         if missing:
             log.warning(
                 "the newest checkpoint (last saved: step %d) is in the memory of host %s, but not "
                 "in every tier: %s. A running agent goes on copying (close.flush)",
                 saved.step, self.host_id, "; ".join(missing),
             )  # fmt: skip
+        if terminated:
+            signal.raise_signal(signal.SIGTERM)
 
     def close(self, *, until_s: float | None = None) -> None:
         """End the session with the agent. Idempotent; never raises for a dead agent.
