@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import boto3
 import pytest
 from botocore.client import BaseClient
 
+from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule, expired, slow_down
 from tieredckpt.errors import IntegrityError, TierUnavailableError, UsageError
 from tieredckpt.storage.backends.probe import STEPS, probe
@@ -261,6 +263,21 @@ def test_a_store_that_is_not_there(monkeypatch: pytest.MonkeyPatch, s3_prefix: s
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(TierUnavailableError, match=r"ConnectionRefused.*nothing answered"):
         s3fs_tier(s3_prefix).check()
+
+
+def test_a_store_that_never_answers_is_reported_while_it_is_waited_for(
+    proxy: HttpProxy, s3_prefix: str
+):
+    tier = FsspecTier("s3fs", f"fsspec+s3://{s3_prefix}", ObjectSettings(timeout_s=1.0))
+    tier.check()
+    proxy.rules.append(Rule("stall", "", None))
+    waits = threading.Thread(target=tier.check)
+    waits.start()
+    wait_until(lambda: "s: list tmp" in (tier.retrying() or ""), deadline_s=60)
+    proxy.heal()
+    waits.join(60)
+    assert not waits.is_alive()
+    assert tier.retrying() is None
 
 
 def test_no_credentials(monkeypatch: pytest.MonkeyPatch, s3_prefix: str, tmp_path: Path):

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any, Unpack
 
@@ -96,7 +98,8 @@ class FsspecTier(Tier):
         name: The tier's name in the configuration.
         url: As fsspec takes it, without the prefix :data:`PREFIX`. Options of the file system are
             fsspec's own configuration (``~/.config/fsspec``), where credentials belong, too.
-        settings: Only ``retry_for_s`` is used; see :func:`unread`.
+        settings: ``retry_for_s`` limits the wait for another writer of a key, and calls that last
+            longer than ``timeout_s`` are reported. For the others see :func:`unread`.
 
     Raises:
         ConfigError: fsspec, or a package it needs for this URL, is not installed; not a URL; a
@@ -109,7 +112,7 @@ class FsspecTier(Tier):
     def __init__(self, name: str, url: str, settings: ObjectSettings) -> None:
         self.name = name
         self.scope = Scope.SHARED
-        self._retry_for_s = settings.retry_for_s
+        self._retry_for_s, self._timeout_s = settings.retry_for_s, settings.timeout_s
         if (key := unread(settings)) is not None:
             raise ConfigError(f"tier {name}: {key}: {UNREAD}", key=key)
         try:
@@ -133,11 +136,29 @@ class FsspecTier(Tier):
         # In one process a lock is cheaper than a lease, and fsspec's files are not all thread-safe.
         self._creating = threading.Lock()
         self._creates_exclusively = False
+        self._under_way: dict[object, tuple[float, str]] = {}
         self._closed = False
 
     def check(self) -> None:
         """List an empty folder: an object store without the bucket does not look empty."""
         self._entries(TMP)
+
+    @contextlib.contextmanager
+    def _call(self, doing: str, **known: Unpack[Known]) -> Iterator[None]:
+        """As :func:`fsspec_call`; reported while it lasts."""
+        mark = object()
+        self._under_way[mark] = time.monotonic(), doing
+        try:
+            with fsspec_call(self.name, doing, **known):
+                yield
+        finally:
+            del self._under_way[mark]
+
+    def retrying(self) -> str | None:
+        """The call that has lasted longest, if for over ``timeout_s``: its library may retry it."""
+        since_s, doing = min(tuple(self._under_way.values()), default=(math.inf, ""))
+        lasted_s = time.monotonic() - since_s
+        return f"no answer for {lasted_s:.0f} s: {doing}" if lasted_s > self._timeout_s else None
 
     def close(self) -> None:
         """Refuse further calls. Idempotent."""
@@ -183,7 +204,7 @@ class FsspecTier(Tier):
     def _create(self, name: str, path: str, data: bytes) -> bool:
         """Create a file; False: there was one already. Raises TierUnavailableError: as a put."""
         try:
-            with fsspec_call(self.name, f"write {name}", outcome="unknown"):
+            with self._call(f"write {name}", outcome="unknown"):
                 if self._atomic:
                     self._fs.pipe_file(path, data, mode="create")
                 else:
@@ -202,13 +223,13 @@ class FsspecTier(Tier):
         path = self._path(key)
         with self._creating:
             if self._atomic:
-                with fsspec_call(self.name, f"write {key}", outcome="unknown"):
+                with self._call(f"write {key}", outcome="unknown"):
                     self._fs.pipe_file(path, data)
             else:
                 self._move(key, path, data)
 
     def _move(self, key: str, path: str, data: bytes, until_s: float = float("inf")) -> None:
-        with self._written(key, path, until_s) as file, fsspec_call(self.name, f"write {key}"):
+        with self._written(key, path, until_s) as file, self._call(f"write {key}"):
             file.write(data)
 
     def put_from(self, key: str, source: ByteSource) -> None:
@@ -231,7 +252,7 @@ class FsspecTier(Tier):
             for offset in range(0, source.size, RUN_BYTES):
                 part = run[: min(RUN_BYTES, source.size - offset)]
                 source.read_into(offset, part)
-                with fsspec_call(self.name, f"write {key}", needed_bytes=source.size):
+                with self._call(f"write {key}", needed_bytes=source.size):
                     file.write(bytes(part))  # some file systems keep the object they are given
 
     @contextlib.contextmanager
@@ -241,13 +262,13 @@ class FsspecTier(Tier):
         Later than ``until_s`` it gets no name: other hosts take its writer for dead by then.
         """
         at = path if self._atomic else f"{self._root}/{TMP}/{secrets.token_hex(16)}"
-        with fsspec_call(self.name, f"write {key}"):
+        with self._call(f"write {key}"):
             self._make_folder(at)
             # With autocommit, closing after a failure would publish an incomplete file.
             file = self._fs.open(at, "wb", **({"autocommit": False} if self._atomic else {}))
         try:
             yield file
-            with fsspec_call(self.name, f"write {key}", outcome="unknown"):
+            with self._call(f"write {key}", outcome="unknown"):
                 file.close()
                 if time.monotonic() > until_s:
                     late = f"cannot write {key}: it took longer than {LEASE_S / 2:g} s"
@@ -312,7 +333,7 @@ class FsspecTier(Tier):
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            with fsspec_call(self.name, f"delete {key}", outcome="unknown", missing_key=key):
+            with self._call(f"delete {key}", outcome="unknown", missing_key=key):
                 self._fs.rm_file(path)
         except NotFoundError:
             pass
@@ -329,14 +350,14 @@ class FsspecTier(Tier):
         found = self._stat(key, path)
         if found.get("type") != "file":
             raise damaged(self.name, key, "is no file")
-        return FsspecObject(self._fs, path, found, tier=self.name, key=key)
+        return FsspecObject(self._fs, self._call, path, found, tier=self.name, key=key)
 
     def info(self, key: str) -> ObjectInfo:
         found = self._stat(key, self._path(key))
         return ObjectInfo(key, int(found["size"]), modified_s(found))
 
     def _stat(self, key: str, path: str) -> dict[str, Any]:
-        with fsspec_call(self.name, f"look at {key}", missing_key=key):
+        with self._call(f"look at {key}", missing_key=key):
             found: dict[str, Any] = self._fs.info(path)
         return found
 
@@ -356,7 +377,7 @@ class FsspecTier(Tier):
     def _entries(self, folder: str) -> Sequence[dict[str, Any]]:
         path = f"{self._root}/{folder}"
         try:
-            with fsspec_call(self.name, f"list {folder}", missing_key=folder):
+            with self._call(f"list {folder}", missing_key=folder):
                 entries: Sequence[dict[str, Any]] = self._fs.ls(path, detail=True)
         except NotFoundError:
             return []
@@ -366,7 +387,7 @@ class FsspecTier(Tier):
     def now_s(self) -> float:
         path = f"{self._root}/{TMP}/clock-{secrets.token_hex(8)}"
         found: float | None = None
-        with fsspec_call(self.name, "ask for the store's time"):
+        with self._call("ask for the store's time"):
             self._make_folder(path)
             self._fs.pipe_file(path, b"0")
             try:
@@ -385,7 +406,7 @@ class FsspecTier(Tier):
                 continue
             with contextlib.suppress(NotFoundError):  # deleted by its writer
                 name = str(entry["name"])
-                with fsspec_call(self.name, f"delete {name}", missing_key=name):
+                with self._call(f"delete {name}", missing_key=name):
                     self._fs.rm_file(name)
                 count += 1
         return count
@@ -396,6 +417,7 @@ class FsspecObject(RangedObject):
 
     Args:
         fs: Its file system.
+        call: As :func:`fsspec_call`, without the tier's name.
         path: Its path there.
         found: The file system's info of it.
         tier: The tier's name, for errors.
@@ -404,14 +426,23 @@ class FsspecObject(RangedObject):
 
     has_descriptor = False
 
-    def __init__(self, fs: Any, path: str, found: dict[str, Any], *, tier: str, key: str) -> None:
+    def __init__(
+        self,
+        fs: Any,
+        call: Callable[..., AbstractContextManager[None]],
+        path: str,
+        found: dict[str, Any],
+        *,
+        tier: str,
+        key: str,
+    ) -> None:
         super().__init__(tier, key, int(found["size"]))
-        self._fs, self._path = fs, path
+        self._fs, self._call, self._path = fs, call, path
         self._was = identity(found)
 
     def _read(self, offset: int, into: memoryview) -> None:
         stop = offset + len(into)
-        with fsspec_call(self._tier, f"read {self._key}", missing_key=self._key):
+        with self._call(f"read {self._key}", missing_key=self._key):
             data = self._fs.cat_file(self._path, start=offset, end=stop)
             # fsspec has no conditional reads: a replaced file shows in its info afterwards.
             changed = identity(self._fs.info(self._path)) != self._was
