@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node=2 examples/hf_trainer.py
 
 Kill it at any moment and start it again: it continues from its last save, within an epoch too, and
-its losses are those of a run that was not interrupted. `TieredTrainer` may be copied as it is.
+its losses are those of a run that was not interrupted. `Files` and `TieredTrainer` may be copied.
 """
 
 from __future__ import annotations

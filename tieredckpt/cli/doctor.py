@@ -105,7 +105,8 @@ def examine(place: Place) -> Iterator[Finding]:
         yield Finding("agent's version", "ok" if same else "fail", text, "" if same else stop)
     except TieredCkptError as error:
         hangs = isinstance(error.__cause__, TimeoutError)
-        fix = "stop its process; checkpoints stay in memory" if hangs else "a job starts one"
+        stop = f"kill -9 its process (id in {place.runtime_dir}/agent.lock); checkpoints stay"
+        fix = stop if hangs else "a job starts one"
         yield Finding("agent", "fail" if hangs else "warn", one_line(str(error)), fix)
     yield from _machine(config, place, status)
     try:
