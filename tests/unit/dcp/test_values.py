@@ -227,11 +227,14 @@ def test_large_values_take_at_most_four_times_their_item(value: Any):
 def test_views_that_are_conjugated_or_negated_are_what_was_saved():
     """A lazy bit is beside the bytes in the stream."""
     conjugate = torch.randn(3, 2, dtype=torch.complex64).conj()
-    saved = [conjugate, conjugate.clone().conj().imag, torch._neg_view(conjugate), torch.randn(2)]
+    saved = [
+        conjugate, conjugate.clone().conj().imag, torch._neg_view(conjugate),
+        torch._neg_view(torch.arange(3)), torch.randn(2),
+    ]  # fmt: skip
     stream = io.BytesIO()
     torch.save(saved, stream)
     bits = [(each.is_conj(), each.is_neg()) for each in saved]
-    assert bits == [(True, False), (False, True), (True, True), (False, False)]
+    assert bits == [(True, False), (False, True), (True, True), (False, True), (False, False)]
     for found, wanted in zip(load(stream.getvalue()), saved, strict=True):
         assert torch.equal(found, wanted)
 

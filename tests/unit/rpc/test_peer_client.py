@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from contextlib import closing
@@ -18,6 +19,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.rpc import http1
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.rpc.messages import peer as pm
@@ -67,6 +69,14 @@ def test_the_clock_of_a_host(ahead_s: float):
         least_s, most_s = client.clock(lambda: time.time() - ahead_s)
         assert least_s <= ahead_s <= most_s
         assert 1 <= most_s - least_s < 60
+
+
+def test_a_host_that_sends_no_clock(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http1, "_DATE", re.compile(rb"\r\nDated: (.*)"))
+    with serving() as (_, entry, _), PeerClient(entry, NAMESPACE, SECRET) as client:
+        with pytest.raises(TierUnavailableError, match="not understood: Invalid date"):
+            client.clock()
+        assert client.identify(HERE) == HERE
 
 
 @pytest.mark.parametrize("tier", ["memory", "nvme"])

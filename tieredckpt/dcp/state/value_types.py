@@ -195,9 +195,10 @@ class Storage:
 
 _NEGATED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64,
-     torch.complex32, torch.complex64, torch.complex128)
+     torch.complex32, torch.complex64, torch.complex128,
+     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )  # fmt: skip
-"""Types whose tensors have the lazy bit of a negation: imaginary parts of a conjugate."""
+"""Types that torch can negate, which it does when a tensor with the lazy bit is copied."""
 
 
 def _tensor_v2(purse: Purse, args: tuple[Any, ...]) -> torch.Tensor:
