@@ -59,8 +59,9 @@ LEASE_S = 60.0
 """A lease this old, by the store's clock, is of a writer that died."""
 
 _WAIT_S = 0.2
-_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-"""Protocols whose objects appear atomically when they are closed, and that cannot rename."""
+_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+"""Protocols of s3fs, gcsfs and adlfs, whose objects appear atomically when they are closed, cannot
+be renamed, and can be created by the store only if their name is free."""
 _UNREAD = {
     "endpoint": "endpoint", "region": "region", "profile": "profile", "anonymous": "anonymous",
     "path_style": "path_style", "allow_http": "allow_http", "ca": "ca",
@@ -288,7 +289,7 @@ class FsspecTier(Tier):
             raise
 
     def _make_folder(self, path: str) -> None:
-        if not self._atomic:  # (object stores would create the bucket)
+        if not self._atomic:  # (these would create the bucket)
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _lease(self, key: str, path: str, data: bytes) -> bool:
