@@ -37,6 +37,7 @@ BROAD_EXCEPTS = {
     "tieredckpt/dcp/process_executor.py": 3,  # likewise
     "tieredckpt/dcp/save/failures.py": 1,  # an error that cannot be pickled travels as its text
     "tieredckpt/dcp/save/writer.py": 1,  # raised again by the save, for all ranks
+    "tieredckpt/storage/object/supplied.py": 1,  # of the script, raised when due
     "tieredckpt/testing/dcp/crews.py": 1,  # a rank's failure is its answer
     "tieredckpt/testing/dcp/job.py": 1,  # that it raises is what the scenario asks for
     "tieredckpt/testing/dcp/scenarios/asynchronous.py": 2,  # the ranks must agree on it

@@ -61,6 +61,7 @@ class Engine:
         unsafe_pickle: bool = False,
         read_only: bool = False,
         run_id: str | None = None,
+        credentials: object = None,
     ) -> Engine:
         """Connect to this host's agent; starts one, detached, if none runs.
 
@@ -79,13 +80,20 @@ class Engine:
                 memory and other hosts are read through this host's agent if one runs.
             run_id: 32 hex digits of rank 0, for a launcher of several worlds that are one run; by
                 default each ``open`` is a run of its own.
+            credentials: For tiers at ``s3://`` without ``profile`` and ``anonymous``, instead of
+                what the environment has: a ``boto3.Session``, or a function that returns one or
+                STS's mapping (AccessKeyId, SecretAccessKey, SessionToken, Expiration). Called on
+                each rank that reads, at least every five minutes and before they expire. The
+                first rank of each host sends them to its agent, which keeps them in its memory
+                alone (docs/operate/object-stores.md).
 
         Raises:
             ConfigError: The configuration is wrong or cannot work here (no installed package
                 supports a scheme; a profile or a file is missing); the message names the key.
             AgentError: The agent cannot be started or used; the message gives the remedy.
             UsageError: The group does not include all ranks, or they have different namespaces. Or
-                the launcher started several ranks (``WORLD_SIZE``) without a process group.
+                ``credentials`` supplies none, or no tier uses them. Or the launcher started several
+                ranks (``WORLD_SIZE``) without a process group.
             RankError: Another rank failed; that rank raises the error itself.
         """
         session = open_together(
@@ -94,6 +102,7 @@ class Engine:
             unsafe_pickle=unsafe_pickle,
             read_only=read_only,
             run_id=run_id or secrets.token_hex(16),
+            credentials=credentials,
         )
         return cls(session)
 

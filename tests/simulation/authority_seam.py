@@ -388,8 +388,8 @@ class Writers(RecordWriters):
 class Worker(SimWorker):
     """On the host's clock."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, clock=hw.mono)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, clock=hw.mono)
 
     def turn(self) -> None:
         """What the thread does when it has nothing to rest for."""
@@ -402,7 +402,7 @@ class Worker(SimWorker):
 class Place:
     """As :class:`tieredckpt.agent.tiers.place.TierPlace`."""
 
-    def __init__(self, spec: m.TierSpec, namespace: str) -> None:
+    def __init__(self, spec: m.TierSpec, namespace: str, script: object) -> None:
         self._tier = hw.SimBucket(hw.current.here)
 
     def open(self) -> hw.SimBucket:

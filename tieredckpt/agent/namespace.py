@@ -41,6 +41,7 @@ from tieredckpt.storage.base import OpenObject, segment_key
 from tieredckpt.storage.catalog import Catalog, MemoryCatalog
 from tieredckpt.storage.memory.pool import SlotPool
 from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.object.supplied import Handed, Keys
 from tieredckpt.storage.quarantine import QuarantineMarks
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Namespace:
     ) -> None:
         self.name = name
         self.workers: dict[str, TierWorker] = {}
+        self._script = Handed()
         self._pool = pool
         self._lock = lock
         self.host_id = host_id
@@ -151,7 +153,7 @@ class Namespace:
                 kept = {n: w for n, w in self.workers.items() if wanted.get(n) == w.spec}
                 old = [w for n, w in self.workers.items() if n not in kept]
                 missing = [tier for name, tier in wanted.items() if name not in kept]
-                new = {t.name: TierWorker(t, self.name, self) for t in missing}
+                new = {t.name: TierWorker(t, self.name, self, script=self._script) for t in missing}
                 self.workers = {name: kept.get(name) or new[name] for name in wanted}
                 # Until a tier has said what it holds, memory keeps what may be missing there.
                 for tier in new:
@@ -161,6 +163,20 @@ class Namespace:
                 worker.stop()
             for worker in new.values():
                 worker.start()
+
+    def hand_credentials(self, request: m.HandCredentials) -> None:
+        """See :class:`tieredckpt.rpc.messages.agent.HandCredentials`."""
+        self._script.give(
+            Keys(request.access_key, request.secret_key, request.token, request.expires_at_s)
+        )
+        for worker in list(self.workers.values()):
+            if worker.spec.object.of_script and worker.why() is not None:
+                worker.poke()
+
+    def wants_credentials(self) -> bool:
+        """Whether a tier cannot go on without others of the training script."""
+        with_script = any(w.spec.object.of_script for w in list(self.workers.values()))
+        return with_script and self._script.are_wanted()
 
     def set_peers(self, request: m.SetPeers) -> None:
         """See :class:`tieredckpt.rpc.messages.agent.SetPeers`.

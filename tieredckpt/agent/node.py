@@ -248,7 +248,10 @@ class Node:
 
     def ask_troubles(self, namespace: str, request: m.AskTroubles) -> m.Troubles:
         """See :class:`tieredckpt.rpc.messages.agent.AskTroubles`."""
-        return m.Troubles(tiers=status_module.troubles_of(self._registry.namespace(namespace)))
+        found = self._registry.namespace(namespace)
+        return m.Troubles(
+            tiers=status_module.troubles_of(found), wants_credentials=found.wants_credentials()
+        )
 
     def reserve_draft(self, namespace: str, request: m.ReserveDraft) -> m.Grant:
         """See :class:`tieredckpt.rpc.messages.agent.ReserveDraft`.
@@ -328,6 +331,11 @@ class Node:
         self._registry.end_dead()
         _, found, _ = self._registry.session(request.session_id, namespace)
         found.set_peers(request)
+
+    def hand_credentials(self, namespace: str, request: m.HandCredentials) -> None:
+        """See :class:`tieredckpt.rpc.messages.agent.HandCredentials`."""
+        _, found, _ = self._registry.session(request.session_id, namespace)
+        found.hand_credentials(request)
 
     def peers(self, namespace: str) -> m.PeerTable:
         """See :class:`tieredckpt.rpc.messages.agent.PeerTable`."""

@@ -204,6 +204,8 @@ class ObjectOptions(Options, frozen=True):
     profile: Annotated[str | None, Written(_parse_text("a name"))] = None
     """Of the credentials; None: environment, then role of the machine."""
     anonymous: bool = False
+    of_script: Annotated[bool, NOT_A_KEY] = False
+    """Use the credentials that the training script supplies (``Engine.open(credentials=...)``)."""
     path_style: bool = False
     """``https://endpoint/bucket/key`` instead of ``https://bucket.endpoint/key``."""
     allow_http: bool = False

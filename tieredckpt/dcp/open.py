@@ -26,6 +26,7 @@ from tieredckpt.agent.host.attach import attach, listen_to_hosts
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, prepare_runtime_dir
 from tieredckpt.config.schema import Config, load_config, resolve_namespace
 from tieredckpt.config.secrets import read_token
+from tieredckpt.dcp.job.credentials import with_script
 from tieredckpt.dcp.job.hosts import (
     JobHosts,
     RankFacts,
@@ -58,6 +59,7 @@ from tieredckpt.rpc.messages.agent import (
     SetPeers,
 )
 from tieredckpt.storage.object.client import complaints
+from tieredckpt.storage.object.supplied import Supplied
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
@@ -71,6 +73,7 @@ def open_together(
     unsafe_pickle: bool,
     read_only: bool,
     run_id: str,
+    credentials: object = None,
 ) -> SaveState:
     """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
     ranks = Ranks.find(process_group, read_only=read_only)
@@ -81,8 +84,9 @@ def open_together(
             if reads != read_only:
                 raise UsageError("some ranks open their engine with read_only=True, others without")
             return _open(
-                source, ranks, run_id, on_failure, unsafe_pickle=unsafe_pickle, read_only=read_only
-            )
+                source, ranks, run_id, on_failure, unsafe_pickle=unsafe_pickle,
+                read_only=read_only, credentials=credentials,
+            )  # fmt: skip
 
         session, expected = ranks.run(open_one)
         if not read_only:
@@ -103,18 +107,22 @@ def _open(
     *,
     unsafe_pickle: bool,
     read_only: bool,
+    credentials: object,
 ) -> tuple[SaveState, int]:
     """The session, closed by ``on_failure``, and the expected bytes of its segments.
 
-    Raises ConfigError, AgentError.
+    Raises ConfigError, AgentError, UsageError.
     """
     config = source if isinstance(source, Config) else load_config(source, os.environ)
+    script = None if credentials is None else Supplied(credentials)
+    if script is not None:
+        config = with_script(config)
     _refuse_impossible(config)
     namespace = resolve_namespace(config.namespace, os.environ)
     wanted = config.agent.runtime_dir
     runtime_dir = Path(wanted) if wanted is not None else default_runtime_dir(os.environ)
     if read_only:
-        client, host = _reading(config, namespace, runtime_dir, run_id)
+        client, host = _reading(config, namespace, runtime_dir, run_id, script)
         expected = 0
     else:
         client, reply = attach(
@@ -135,12 +143,13 @@ def _open(
         host_id=host,
         unsafe_pickle=unsafe_pickle,
         read_only=read_only,
+        script=script,
     )
     on_failure.callback(session.close)
     if not read_only:
         session.executor_bridge = Lender(session)
         if ranks.local_rank == 0:
-            session.tier_watch = TierWatch(client)
+            session.tier_watch = TierWatch(client, script)
         return session, expected
     with contextlib.suppress(NotFoundError):
         table = client.peers()
@@ -150,7 +159,7 @@ def _open(
 
 
 def _reading(
-    config: Config, namespace: str, runtime_dir: Path, run_id: str
+    config: Config, namespace: str, runtime_dir: Path, run_id: str, script: Supplied | None
 ) -> tuple[AgentClient, str]:
     """A client that starts no agent and changes nothing in a running one; and this host's id."""
     readable: Path | None = None
@@ -159,7 +168,7 @@ def _reading(
             readable = prepare_runtime_dir(runtime_dir).path
         except AgentError as error:
             log.warning("the memory of this host is not read: %s", error)
-    folders = Folders(config.tiers, readable, namespace, host_id(os.environ))
+    folders = Folders(config.tiers, readable, namespace, host_id(os.environ), script)
     return ReadOnlyClient(runtime_dir, folders, run_id), folders.host_id
 
 

@@ -62,6 +62,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         stream: The sequence of checkpoints. Checkpoints without optimizers (``save_weights_only``)
             are saved in ``<stream>-weights``, as training cannot continue from them.
         unsafe_pickle: Allow DCP's values and Lightning's own state to unpickle to anything.
+        credentials: As for ``Engine.open``.
         abandon_newer: After a fit from an older step, saves may abandon newer checkpoints.
         options: Options of ``ModelParallelStrategy``.
 
@@ -75,6 +76,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         *,
         stream: str = DEFAULT_STREAM,
         unsafe_pickle: bool = False,
+        credentials: object = None,
         abandon_newer: bool = False,
         **options: Any,
     ) -> None:
@@ -87,6 +89,7 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         self._config = config
         self._stream = stream
         self._unsafe_pickle = unsafe_pickle
+        self._credentials = credentials
         self._abandon_newer = abandon_newer
         self._engine: Engine | None = None
         self._saved: dict[str, tuple[int, str]] = {}
@@ -103,7 +106,9 @@ class TieredModelParallelStrategy(ModelParallelStrategy):
         """Set up the environment, then open the engine. Collective."""
         super().setup_environment()
         if self._engine is None:
-            self._engine = Engine.open(self._config, unsafe_pickle=self._unsafe_pickle)
+            self._engine = Engine.open(
+                self._config, unsafe_pickle=self._unsafe_pickle, credentials=self._credentials
+            )
             weakref.finalize(self, self._engine.close, flush=False)
 
     def teardown(self) -> None:

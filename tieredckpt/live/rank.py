@@ -66,6 +66,7 @@ def run(
     finalize: Hook | None = None,
     on_event: Callable[[ChangeEvent], Any] | None = None,
     resize: Literal["auto", "manual"] = "auto",
+    credentials: object = None,
 ) -> Any:
     """Call ``train(world)`` once per generation until all ranks are done.
 
@@ -83,6 +84,7 @@ def run(
         on_event: Called on all ranks at the same step, before they leave for another world.
         resize: "auto": ``world.begin`` saves and leaves. "manual": the script calls
             ``world.leave()`` once ``world.change`` is not None, at the same step on all ranks.
+        credentials: As for ``Engine.open``.
 
     Returns:
         What ``train`` returned.
@@ -91,7 +93,7 @@ def run(
         UsageError: This release of torch was not tried with live recovery.
     """
     private.check_release()
-    hooks = _Hooks(health_check, abort, finalize, on_event, resize == "auto")
+    hooks = _Hooks(health_check, abort, finalize, on_event, resize == "auto", credentials)
     descriptor = os.environ.pop(m.SOCKET_VARIABLE, None)
     if descriptor is None:
         return _run_once(train, config, hooks)
@@ -106,6 +108,7 @@ class _Hooks:
     on_event: Callable[[ChangeEvent], Any] | None
     leaves: bool
     """``world.begin`` leaves by itself."""
+    credentials: object
 
 
 def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
@@ -118,7 +121,7 @@ def _run_once(train: Callable[[World], Any], config: Any, hooks: _Hooks) -> Any:
         order = m.Train(
             generation=1, rank=rank, size=size, local_rank=rank, local_size=size, store=store
         )
-        world = World(order, config, None, lambda _: None, init)
+        world = World(order, config, None, lambda _: None, init, credentials=hooks.credentials)
         try:
             return train(world)
         finally:
@@ -262,6 +265,7 @@ class _Process:
             world = World(
                 order, self._config, self._kept, self._link.send, init,
                 on_event=self._hooks.on_event, leaves=self._hooks.leaves,
+                credentials=self._hooks.credentials,
             )  # fmt: skip
             self._kept, self._now = None, (order, world)
             if self._stopped >= order.generation:

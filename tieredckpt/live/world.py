@@ -119,6 +119,7 @@ class World:
         *,
         on_event: Callable[[ChangeEvent], Any] | None = None,
         leaves: bool = True,
+        credentials: object = None,
     ) -> None:
         self.rank, self.local_rank = order.rank, order.local_rank
         self.size = order.size
@@ -133,7 +134,7 @@ class World:
         self._store: AgentStore | GenerationStore | None = None
         """Kept: once the Python object is gone, torch's groups cannot use it any more."""
         self._agents = order.keys.hosts if order.keys is not None else ()
-        self._config = config
+        self._config, self._credentials = config, credentials
         self._kept = kept
         self._send = send
         self._init = init
@@ -205,7 +206,9 @@ class World:
             self._peers = frozenset(each.address for each in self._connections())
         private.forget_last_world()
         with self._timed("open"):
-            self._engine = Engine.open(self._config, run_id=self._run_id)
+            self._engine = Engine.open(
+                self._config, run_id=self._run_id, credentials=self._credentials
+            )
         with self._timed("save"):
             self._save_kept(self._engine)
 

@@ -48,6 +48,7 @@ from tieredckpt.storage.holdings import (
 from tieredckpt.storage.memory.pool import TIER as MEMORY
 from tieredckpt.storage.memory.pool import SlotPool
 from tieredckpt.storage.memory.tier import MemoryTier
+from tieredckpt.storage.object.supplied import Supplied
 from tieredckpt.storage.quarantine import QuarantineMarks
 from tieredckpt.storage.shared.catalog import SharedCatalog
 
@@ -79,9 +80,16 @@ def namespaces(runtime_dir: Path) -> list[str]:
 
 
 def open_tier(
-    config: TierSpec, namespace: str, *, retry_s: float | None = None, read_only: bool = True
+    config: TierSpec,
+    namespace: str,
+    *,
+    retry_s: float | None = None,
+    read_only: bool = True,
+    script: Supplied | None = None,
 ) -> Tier:
     """One tier below memory; ``retry_s`` limits ``retry_for``.
+
+    ``script``: credentials of the training script, for tiers that use those.
 
     Raises:
         ConfigError: The package that reads the tier is not installed.
@@ -94,7 +102,7 @@ def open_tier(
     if retry_s is not None:
         retry_s = min(retry_s, settings.retry_for_s)
         settings = msgspec.structs.replace(settings, retry_for_s=retry_s)
-    return open_store(config.name, config.url, namespace, settings)
+    return open_store(config.name, config.url, namespace, settings, script)
 
 
 def in_daemon(work: Callable[[], _T], name: str) -> Future[_T]:
@@ -125,15 +133,22 @@ class Folders:
         runtime_dir: The folder of memory; None: memory is not read.
         namespace: Its name.
         host_id: This host.
+        script: Credentials of the training script.
     """
 
     def __init__(
-        self, tiers: Iterable[TierSpec], runtime_dir: Path | None, namespace: str, host_id: str
+        self,
+        tiers: Iterable[TierSpec],
+        runtime_dir: Path | None,
+        namespace: str,
+        host_id: str,
+        script: Supplied | None = None,
     ) -> None:
         self.namespace = namespace
         self.host_id = host_id
         self._configs = {each.name: each for each in tiers}
         self._runtime_dir = runtime_dir
+        self._script = script
         self._lock = threading.Lock()
         self._opened: dict[str, Catalog] = {}
 
@@ -161,7 +176,9 @@ class Folders:
         if tier == MEMORY:
             opened: Tier = self._open_memory()
         elif tier in self._configs:
-            opened = open_tier(self._configs[tier], self.namespace, retry_s=RETRY_S)
+            opened = open_tier(
+                self._configs[tier], self.namespace, retry_s=RETRY_S, script=self._script
+            )
         else:
             raise TierUnavailableError(
                 f"tier {tier} is not configured here: pass the job's file (--config)", tier=tier

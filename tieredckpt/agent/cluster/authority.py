@@ -235,7 +235,12 @@ def describe_difference(running: NamespaceSpec, asked: NamespaceSpec) -> list[st
 def _parts_of(spec: NamespaceSpec) -> dict[str, object]:
     keep = {"last": spec.keep_last}
     memory = {"capacity": spec.capacity_bytes, "keep": keep, "wait": spec.wait_s}
-    return {"memory": memory} | {f"tiers[{t.name}]": t.effective() for t in spec.tiers}
+    tiers = {
+        f"tiers[{t.name}]": t.effective()
+        | {"credentials": "the script's" if t.object.of_script else "the environment's"}
+        for t in spec.tiers
+    }
+    return {"memory": memory} | tiers
 
 
 def _differing(key: str, running: object, asked: object) -> Iterator[str]:

@@ -7,6 +7,7 @@ from tieredckpt.rpc.messages.agent import TierSpec
 from tieredckpt.storage.backends.file import FileTier, device_of, folder_of_url
 from tieredckpt.storage.backends.open import open_store
 from tieredckpt.storage.base import Scope, Tier
+from tieredckpt.storage.object.supplied import Handed
 
 
 class TierPlace:
@@ -15,11 +16,13 @@ class TierPlace:
     Args:
         spec: Of the tier.
         namespace: Name of the namespace.
+        script: Credentials of the training script.
     """
 
-    def __init__(self, spec: TierSpec, namespace: str) -> None:
+    def __init__(self, spec: TierSpec, namespace: str, script: Handed | None = None) -> None:
         self._spec = spec
         self._namespace = namespace
+        self._script = script
         self._tier: Tier | None = None
         self._device: int | None = None
         """The file system on which the folder was found first."""
@@ -34,7 +37,9 @@ class TierPlace:
         if not self._spec.is_file:
             if self._tier is None:
                 spec = self._spec
-                self._tier = open_store(spec.name, spec.url, self._namespace, spec.object)
+                self._tier = open_store(
+                    spec.name, spec.url, self._namespace, spec.object, self._script
+                )
             self._tier.check()
             return self._tier
         if self.is_gone():

@@ -32,6 +32,7 @@ from tieredckpt.policy.schedule import lag_alarm, lag_of
 from tieredckpt.rpc.messages.agent import TierSpec, TierStatus, TierTrouble
 from tieredckpt.storage.base import Scope, Tier
 from tieredckpt.storage.catalog import Catalog
+from tieredckpt.storage.object.supplied import Handed
 
 BACKOFF_S = 1.0
 BACKOFF_S_MAX = 60.0
@@ -68,6 +69,7 @@ class TierWorker:
         host: See :class:`SpillHost`; called without the worker's lock held, but for what is in or
             comes to the tier above: a worker is never asked by one above it, so that these locks
             have an order.
+        script: Credentials of the training script.
         clock: Monotonic seconds.
     """
 
@@ -77,6 +79,7 @@ class TierWorker:
         namespace: str,
         host: SpillHost,
         *,
+        script: Handed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
@@ -107,7 +110,7 @@ class TierWorker:
         """There has been no room since something began to wait."""
         self._backoff_s = BACKOFF_S
         self.look = TierLook(f"tck-look-{spec.name}")
-        self._place = TierPlace(spec, namespace)
+        self._place = TierPlace(spec, namespace, script)
         self._tried_at_s = 0.0
         """When the last step began; only the thread uses it."""
         self._moved_at_s = 0.0

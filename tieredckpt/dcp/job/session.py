@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tieredckpt.dcp.state.metadata import PlanCache
     from tieredckpt.rpc.agent_client import AgentClient
     from tieredckpt.rpc.messages.agent import PeerTable
+    from tieredckpt.storage.object.supplied import Supplied
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,8 @@ class Session(Writing):
     """``engine.leave_on`` was called with signals."""
     tier_watch: TierWatch | None = None
     """Of the first rank of a host that saves."""
+    script: Supplied | None = None
+    """Credentials of the training script."""
     closed: bool = False
     last_save: SaveReport | None = None
     last_restore: RestoreReport | None = None
@@ -156,7 +159,7 @@ class Session(Writing):
         self.history = History(client, config.tiers)
         self.history.others = self._others
         self.stager = Stager(self.ring)
-        self.stores = Stores(config.tiers, self.namespace, config.recovery.wait_s)
+        self.stores = Stores(config.tiers, self.namespace, config.recovery.wait_s, self.script)
         client.unreported_segments = self.unreported.report
 
     def _others(self) -> OtherHosts | None:

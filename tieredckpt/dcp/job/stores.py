@@ -12,6 +12,7 @@ from tieredckpt.recovery.folders import open_tier
 from tieredckpt.recovery.plan import SourceRef
 from tieredckpt.recovery.remote import STORE_STREAMS_MAX, Peer, Stream
 from tieredckpt.storage.base import OpenObject, Tier, segment_key
+from tieredckpt.storage.object.supplied import Supplied
 
 
 class Stores:
@@ -21,12 +22,20 @@ class Stores:
         tiers: All tiers of the configuration.
         namespace: Whose checkpoints.
         retry_s: The longest that one request is repeated.
+        script: Credentials of the training script.
     """
 
-    def __init__(self, tiers: Iterable[TierSpec], namespace: str, retry_s: float) -> None:
+    def __init__(
+        self,
+        tiers: Iterable[TierSpec],
+        namespace: str,
+        retry_s: float,
+        script: Supplied | None = None,
+    ) -> None:
         self._configs = {tier.name: tier for tier in tiers}
         self._namespace = namespace
         self._retry_s = retry_s
+        self._script = script
         self._lock = threading.Lock()
         self._opened: dict[str, _Store] = {}
 
@@ -45,7 +54,7 @@ class Stores:
                         f"tier {source.tier} is not in this job's configuration", tier=source.tier
                     )
                 found = self._opened[source.tier] = _Store(
-                    open_tier(config, self._namespace, retry_s=self._retry_s)
+                    open_tier(config, self._namespace, retry_s=self._retry_s, script=self._script)
                 )
             return found
 

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from tieredckpt.dcp.job.credentials import CredentialsFeed
 from tieredckpt.errors import TieredCkptError
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import AskTroubles, TierTrouble
+from tieredckpt.storage.object.supplied import Supplied
 
 POLL_S = 1.5
 ASK_S = 5.0
@@ -64,10 +66,18 @@ class TierWatch:
 
     Args:
         client: The agent, with an open session.
+        script: Credentials of the training script, which the agent is given from there.
+
+    Raises:
+        UsageError: The script supplies none.
+        AgentError: The agent cannot be given them.
     """
 
-    def __init__(self, client: AgentClient) -> None:
+    def __init__(self, client: AgentClient, script: Supplied | None = None) -> None:
         self._client = client
+        self._feed = None if script is None else CredentialsFeed(client, script)
+        if self._feed is not None:
+            self._feed.begin()
         self._alerts = TierAlerts()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tieredckpt-alerts", daemon=True)
@@ -78,6 +88,8 @@ class TierWatch:
             with contextlib.suppress(TieredCkptError):
                 found = self._client.call(AskTroubles(), within_s=ASK_S, revive=False)
                 self._alerts.log(found.tiers)
+                if self._feed is not None:
+                    self._feed.go_on(wanted=found.wants_credentials)
 
     def close(self) -> None:
         """End the thread, before its client is closed. Idempotent."""

@@ -44,8 +44,9 @@ from tieredckpt.rpc.messages.no_collectives import (
     RankValue,
     SealedPart,
 )
+from tieredckpt.rpc.messages.tiers import AskTroubles, HandCredentials, TierTrouble, Troubles
 
-API_VERSION = 7
+API_VERSION = 8
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -153,26 +154,6 @@ class Reserve(NodeRequest[Grant], frozen=True):
     before: Annotated[tuple[SealedBefore, ...], msgspec.Meta(max_length=SEALED_BEFORE_MAX)] = ()
     """Oldest first. The agent does not know the outcome of saves that another host's agent commits;
     it keeps segments that neither a report nor a manifest names (``agent/cluster/in_doubt.py``)."""
-
-
-class TierTrouble(Message, frozen=True):
-    """Why a tier does not get its checkpoints, for the log of training."""
-
-    kind: Literal["failing", "full"]
-    text: str
-
-
-class Troubles(Message, frozen=True):
-    """Reply to AskTroubles."""
-
-    tiers: dict[str, TierTrouble]
-    """By tier; one that works is left out."""
-
-
-class AskTroubles(NodeRequest[Troubles], frozen=True):
-    """What training should know of its tiers now; no I/O."""
-
-    slow: ClassVar[bool] = False
 
 
 class Sealed(Message, frozen=True):

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from tieredckpt.storage.base import Tier
 from tieredckpt.storage.object.errors import SCHEMES, ObjectSettings, parse_object_url
+from tieredckpt.storage.object.supplied import Handed, Supplied
 
 
-def open_store(name: str, url: str, namespace: str, settings: ObjectSettings) -> Tier:
+def open_store(
+    name: str,
+    url: str,
+    namespace: str,
+    settings: ObjectSettings,
+    script: Handed | Supplied | None = None,
+) -> Tier:
     """Open the part of the store at ``url`` that belongs to a namespace.
+
+    ``script``: credentials of the training script, for settings that want those.
 
     Only credentials are looked up; the first request is sent when the tier is used or checked
     (:meth:`Tier.check`).
@@ -21,7 +30,7 @@ def open_store(name: str, url: str, namespace: str, settings: ObjectSettings) ->
     if url.partition("://")[0] in SCHEMES:
         from tieredckpt.storage.object.tier import ObjectTier
 
-        return ObjectTier(name, parse_object_url(at), settings)
+        return ObjectTier(name, parse_object_url(at), settings, script)
     from tieredckpt.storage.object.fsspec import FsspecTier
 
     return FsspecTier(name, at, settings)

@@ -1,4 +1,5 @@
-"""Credentials for S3: AWS's own chain (environment, profile, web identity, container, machine).
+"""Credentials for S3: AWS's own chain (environment, profile, web identity, container, machine),
+or those of the training script.
 
 botocore finds and renews them, for obstore and for the requests that are signed here. obstore's own
 chain has no profiles, and does not expose its credentials for other requests.
@@ -19,6 +20,7 @@ from typing import Any
 from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.storage.base import unavailable
 from tieredckpt.storage.object.errors import ObjectSettings, Refusal
+from tieredckpt.storage.object.supplied import Handed, KeySource, Supplied
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ class Credentials:
 
     tier: str
     region: str
-    source: Chain | None
+    source: KeySource | None
 
     def now(self) -> Any:
         """Frozen credentials; None: requests are not signed.
@@ -200,8 +202,12 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
+def find_credentials(
+    settings: ObjectSettings, *, tier: str, script: Handed | Supplied | None = None
+) -> Credentials:
     """Look up credentials as AWS's tools do. May send a request to the metadata service.
+
+    If the settings want those of the ``script``, they are used instead.
 
     Raises:
         ConfigError: botocore is not installed, or there is no such profile.
@@ -220,11 +226,13 @@ def find_credentials(settings: ObjectSettings, *, tier: str) -> Credentials:
     try:
         region = settings.region or os.environ.get("AWS_REGION")
         region = region or session.get_config_variable("region") or "us-east-1"
-        source = None if settings.anonymous else session.get_credentials()
-        if source is not None:
+        source: KeySource | None = None
+        if settings.of_script and script is not None:
+            source = script
+        elif not settings.anonymous and (found := session.get_credentials()) is not None:
             names = ("credentials_file", "config_file")
             files = tuple(str(session.get_config_variable(name)) for name in names)
-            source = Chain(source, files, lambda: new_session().get_credentials())
+            source = Chain(found, files, lambda: new_session().get_credentials())
             source.get_frozen_credentials()
     except botocore.exceptions.ProfileNotFound as error:
         raise ConfigError(f"{error}; correct the profile of tier {tier}", key="profile") from error

@@ -40,6 +40,7 @@ from tieredckpt.storage.object.credentials import find_credentials
 from tieredckpt.storage.object.errors import ObjectSettings, ObjectUrl, Refusal
 from tieredckpt.storage.object.s3_http import Answer, Pace, S3Wire
 from tieredckpt.storage.object.s3_upload import Uploader, clock_of, part_size
+from tieredckpt.storage.object.supplied import Handed, Supplied
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -59,6 +60,7 @@ class ObjectTier(Tier):
         name: The tier's name in the configuration.
         at: Bucket and prefix.
         settings: Options of the store.
+        script: Credentials of the training script, if the settings want those.
 
     Raises:
         ConfigError, TierUnavailableError: As :func:`tieredckpt.storage.backends.open.open_store`.
@@ -66,7 +68,13 @@ class ObjectTier(Tier):
 
     leases = False
 
-    def __init__(self, name: str, at: ObjectUrl, settings: ObjectSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        at: ObjectUrl,
+        settings: ObjectSettings,
+        script: Handed | Supplied | None = None,
+    ) -> None:
         self.name = name
         self.scope = Scope.SHARED
         self.at = at
@@ -74,7 +82,9 @@ class ObjectTier(Tier):
         kept = settings.storage_class
         self._attributes = {"Storage-Class": kept} if kept is not None else {}
         self._pace = Pace(settings.bandwidth_bytes_per_s)
-        credentials = find_credentials(settings, tier=name) if at.scheme == "s3" else None
+        credentials = None
+        if at.scheme == "s3":
+            credentials = find_credentials(settings, tier=name, script=script)
         self._credentials = credentials
         self._store = make_store(at, settings, credentials, tier=name)
         self._quick = self._store  # a second store in memory would have other objects
