@@ -111,7 +111,7 @@ def export_checkpoint(
             state = {name: tensor for name, tensor in state.items() if tensor.numel()}
             files.expect(state.values())
             with _watched(source, files, selection.stored_bytes, progress):
-                _fill(source, state, dtype)
+                _fill(source, state, dtype, files)
         reader, manifest = source.reader, source.manifest
         return Report(
             step=manifest.step,
@@ -149,11 +149,13 @@ def _make(
     return torch_files.make_torch(files, request.out.name, selection, values), left_out
 
 
-def _fill(source: Source, state: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:
+def _fill(
+    source: Source, state: dict[str, torch.Tensor], dtype: torch.dtype | None, files: Files
+) -> None:
     """Read the tensors. Raises as :meth:`Source.read`."""
     try:
         if state:
-            source.read(state, SafeLoadPlanner(flatten_state_dict=False))
+            source.read(state, SafeLoadPlanner(flatten_state_dict=False), files.put)
     except UsageError as error:
         key = error.fields.get("state_key")
         if dtype is None or key is None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tieredckpt.config.schema import Config
 from tieredckpt.dcp.job.session import Session
-from tieredckpt.dcp.load.reader import Reader
+from tieredckpt.dcp.load.reader import Reader, Write
 from tieredckpt.dcp.open import open_together
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
@@ -30,9 +30,8 @@ from tieredckpt.errors import (
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.recovery.plan import Candidate
 
-SCRATCH_BYTES = 8 << 20
-"""For tensors that are cast or cannot be read in place. A load takes more; but of the 256 MiB that
-an export may take, torch and its libraries use 210."""
+SCRATCH_BYTES = 16 << 20
+"""A load takes more, but an export may take 256 MiB; of these torch and its libraries use 210."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,13 @@ class Source:
         """Of the checkpoint."""
         return self.candidate.manifest
 
-    def read(self, state: dict[str, Any], planner: SafeLoadPlanner) -> None:
-        """Read into the tensors of a flat state, and verify each block there.
+    def read(
+        self, state: dict[str, Any], planner: SafeLoadPlanner, write: Write | None = None
+    ) -> None:
+        """Read the tensors of a flat state, each block verified.
+
+        ``write`` takes each box from scratch memory to its tensor, called as
+        :class:`~tieredckpt.dcp.load.reader.Reader` does; None: it is read into the tensor.
 
         Raises:
             NotFoundError: The checkpoint was deleted meanwhile.
@@ -84,6 +88,7 @@ class Source:
             TierUnavailableError: Some copy could not be read, and no other one is intact.
             UsageError: A value does not survive the cast to its tensor's type.
         """
+        self.reader.write = write
         try:
             with warnings.catch_warnings():
                 # There is no process group, and casts were asked for.

@@ -14,7 +14,7 @@ import math
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -71,6 +71,10 @@ class _Unreadable(Metadata):
         return f"<metadata that could not be read: {self._error}>"
 
 
+Write = Callable[[str, torch.Tensor, torch.Tensor], object]
+"""Called as (key, target, what is stored)."""
+
+
 class Reader(Named, StorageReader):
     """A ``StorageReader`` for ``dcp.load``. Made by ``Engine.reader``; never walks back.
 
@@ -109,6 +113,8 @@ class Reader(Named, StorageReader):
         self._strict = strict
         self._check_casts = check_casts or bool(strict)
         self._scratch_bytes = scratch_bytes
+        self.write: Write | None = None
+        """Takes each box to its tensor from scratch memory, instead of a read straight into it."""
         self._fetcher: SegmentFetcher | None = None
         self._candidate: Candidate
         """The one that is read, once the metadata was."""
@@ -310,6 +316,8 @@ class Reader(Named, StorageReader):
         put: Put = torch.Tensor.copy_
         if self._check_casts:
             put = partial(put_unchanged, request.dest_index.fqn)
+        if self.write is not None:
+            put = partial(self.write, request.dest_index.fqn)
         return Piece(request, *self._place_of(request), target, target, put)
 
     def _place_of(self, request: ReadItem) -> tuple[int, int]:
@@ -342,7 +350,7 @@ class Reader(Named, StorageReader):
         self._fetcher = fetcher
         try:
             footer = fetcher.footer()
-            reads = SegmentReads(fetcher, self._scratch_bytes)
+            reads = SegmentReads(fetcher, self._scratch_bytes, straight=self.write is None)
             for piece in pieces:
                 item = self._checked_item(footer, piece.item, piece.request, ordinal)
                 if piece.request.type == LoadItemType.BYTE_IO:

@@ -147,6 +147,8 @@ class SegmentReads:
 
     fetcher: SegmentFetcher
     scratch_bytes: int = SCRATCH_BYTES
+    straight: bool = True
+    """Read into targets themselves where that is possible; else ``put`` copies all."""
     _ranges: list[Range] = field(default_factory=list)
     _scratch: list[_Job] = field(default_factory=list)
     _done: list[Callable[[], None]] = field(default_factory=list)
@@ -169,7 +171,7 @@ class SegmentReads:
     ) -> None:
         """Read a region of the piece at ``offset`` into ``target``, which has its shape.
 
-        Where the types differ ``put`` copies, part by part.
+        Where it cannot be read straight there ``put`` copies, part by part.
         """
         self._done.append(done)
         if not region.size_bytes:
@@ -179,7 +181,7 @@ class SegmentReads:
             and region.run_bytes < SLIVER_BYTES
             and region.span_bytes // region.num_runs < SLIVER_STEP_BYTES
         )
-        if target.dtype == dtype and goes_by_bytes(target) and not slivers:
+        if self.straight and target.dtype == dtype and goes_by_bytes(target) and not slivers:
             self._ranges.extend(_ranges(offset, region, memory_of(target)))
             return
         for start, piece in region.split(self.scratch_bytes):
