@@ -243,6 +243,7 @@ def find_credentials(
             tier,
             f"tier {tier} finds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
             "or name a profile, or give this machine or pod a role (or write anonymous: true, if "
-            "the bucket is public)",
+            "the bucket is public). An agent has the environment of the job that started it: if "
+            "that had none, `tieredckpt agent stop` ends it, and its checkpoints stay in memory",
         )
     return Credentials(tier, region, source)
