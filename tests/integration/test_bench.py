@@ -89,3 +89,19 @@ def test_what_is_refused(place: Path, runtime_dir: Path):
     )
     assert "give a smaller --size" in bench(place, "save", "--size", "1PiB", code=2)
     assert_nothing_is_left(place, runtime_dir)
+
+
+def test_a_rank_of_another_launcher_that_fails_leaves_no_agent(place: Path, runtime_dir: Path):
+    (place / "tier").write_text("a file where the tier's folder should be")
+    alone = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    found = subprocess.run(
+        [sys.executable, "-m", "tieredckpt", "bench", "save", *SMALL, "--config",
+         f"{place}/c.yaml"],
+        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **alone},
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert "error: rank 0: whether this namespace holds checkpoints is not known" in found.stderr
+    assert not list(runtime_dir.glob("tieredckpt-bench-*"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tieredckpt.bench import report
 from tieredckpt.bench.clean import clean
@@ -34,8 +35,11 @@ def main() -> None:
                 Path(settings.result).write_bytes(msgspec.json.encode(found))
             else:
                 report.show(found, settings)
-    except TieredCkptError as error:
-        click.echo(f"error: rank {os.environ.get('RANK', '0')}: {error}", err=True)
+    except (TieredCkptError, CheckpointException) as error:
+        why: BaseException = error
+        if isinstance(error, CheckpointException):  # DCP's, with all ranks' failures
+            why = next(iter(error.failures.values()))[0]
+        click.echo(f"error: rank {os.environ.get('RANK', '0')}: {why}", err=True)
         # The others may wait for this rank: torchrun ends them. The command deletes what is left.
         if rank is not None and rank.local == 0 and not settings.result:
             clean(rank.settings)
