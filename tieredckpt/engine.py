@@ -82,10 +82,10 @@ class Engine:
                 default each ``open`` is a run of its own.
             credentials: For tiers at ``s3://`` without ``profile`` and ``anonymous``, instead of
                 what the environment has: a ``boto3.Session``, or a function that returns one or
-                STS's mapping (AccessKeyId, SecretAccessKey, SessionToken, Expiration). Called on
-                each rank that reads, at least every five minutes and before they expire. The
-                first rank of each host sends them to its agent, which keeps them in its memory
-                alone (docs/operate/object-stores.md).
+                STS's mapping (AccessKeyId, SecretAccessKey, SessionToken, Expiration). Called in
+                another thread, at least every five minutes and before they expire. The first rank
+                of each host sends them to its agent, which keeps them in its memory alone
+                (docs/operate/object-stores.md).
 
         Raises:
             ConfigError: The configuration is wrong or cannot work here (no installed package

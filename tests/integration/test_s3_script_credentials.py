@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 
 from tests.support.agent import wait_until
@@ -23,17 +24,20 @@ from tieredckpt.testing.s3_server import (
     ACCESS_KEY,
     NEXT_KEY,
     NEXT_SECRET,
+    READER_KEY,
+    READER_SECRET,
     SECRET_KEY,
     S3Server,
 )
 
 NUMBERS = 1000
+SECRETS = {ACCESS_KEY: SECRET_KEY, NEXT_KEY: NEXT_SECRET, READER_KEY: READER_SECRET}
 WAIT_S = 120.0
 NOTHING = {
     "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/dev/null",
-    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "AWS_PROFILE": "of-a-laptop",
 }  # fmt: skip
-"""An environment in which nobody finds credentials."""
+"""An environment in which nobody finds credentials, not even the profile."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,7 @@ def role(life: timedelta = timedelta(hours=1), key: str = ACCESS_KEY) -> dict[st
     """As STS answers."""
     return {
         "AccessKeyId": key,
-        "SecretAccessKey": {ACCESS_KEY: SECRET_KEY, NEXT_KEY: NEXT_SECRET}[key],
+        "SecretAccessKey": SECRETS[key],
         "SessionToken": None,
         "Expiration": datetime.now(UTC) + life,
     }
@@ -148,13 +152,32 @@ def test_a_tier_waits_when_the_script_is_gone_and_they_expire(
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_session_of_boto3(s3_server: S3Server, s3_prefix: str, runtime: Path):
-    boto3 = pytest.importorskip("boto3")
-    session = boto3.Session(aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY)
+def test_a_run_that_only_reads_does_not_change_those_of_the_run_that_saves(
+    s3_server: S3Server, s3_prefix: str, runtime: Path
+):
+    config = settings(runtime, s3_server.endpoint, s3_prefix)
+    with Engine.open(config, credentials=role) as engine:
+        save(engine, 0, state_of(0, NUMBERS))
+        engine.wait(0, "s3", WAIT_S)
+        with Engine.open(config, credentials=lambda: role(key=READER_KEY)) as reading:
+            assert reading.load(zeros(NUMBERS)) == 0
+        save(engine, 1, state_of(1, NUMBERS))
+        engine.wait(1, "s3", WAIT_S)
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_session_of_boto3(
+    s3_server: S3Server, s3_prefix: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("AWS_PROFILE")
+    session = boto3.Session(ACCESS_KEY, SECRET_KEY, region_name="eu-south-2")
     config = settings(runtime, s3_server.endpoint, s3_prefix)
     with Engine.open(config, credentials=session) as engine:
         save(engine, 0, state_of(0, NUMBERS))
         engine.wait(0, "s3", WAIT_S)
+        spec = next(runtime.glob("specs/*.json")).read_text()
+        assert '"eu-south-2"' in spec
+        assert SECRET_KEY not in spec
 
 
 @pytest.mark.usefixtures("agent")

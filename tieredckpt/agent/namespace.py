@@ -78,7 +78,6 @@ class Namespace:
     ) -> None:
         self.name = name
         self.workers: dict[str, TierWorker] = {}
-        self._script = Handed()
         self._pool = pool
         self._lock = lock
         self.host_id = host_id
@@ -111,6 +110,7 @@ class Namespace:
         self.ruling = Ruling(
             runtime.specs / f"{name}.json", self.catalog, self.peers, lambda: runs(name)
         )
+        self._script = Handed(self.ruling.run_here)
         self.hooks.on_attempt.append(self.settle)
         self.replication = Replication(
             self.across, self.catalog, pool, ledger, self.marks, lambda: self.ruling.spec,
@@ -164,13 +164,12 @@ class Namespace:
             for worker in new.values():
                 worker.start()
 
-    def hand_credentials(self, request: m.HandCredentials) -> None:
-        """See :class:`tieredckpt.rpc.messages.agent.HandCredentials`."""
-        self._script.give(
-            Keys(request.access_key, request.secret_key, request.token, request.expires_at_s)
-        )
+    def hand_credentials(self, run: str, request: m.HandCredentials) -> None:
+        """See :class:`tieredckpt.rpc.messages.tiers.HandCredentials`."""
+        keys = Keys(request.access_key, request.secret_key, request.token, request.expires_at_s)
+        is_new = self._script.give(run, keys)
         for worker in list(self.workers.values()):
-            if worker.spec.object.of_script and worker.why() is not None:
+            if is_new and worker.spec.object.of_script and worker.why() is not None:
                 worker.poke()
 
     def wants_credentials(self) -> bool:

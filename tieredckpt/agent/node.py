@@ -333,9 +333,9 @@ class Node:
         found.set_peers(request)
 
     def hand_credentials(self, namespace: str, request: m.HandCredentials) -> None:
-        """See :class:`tieredckpt.rpc.messages.agent.HandCredentials`."""
-        _, found, _ = self._registry.session(request.session_id, namespace)
-        found.hand_credentials(request)
+        """See :class:`tieredckpt.rpc.messages.tiers.HandCredentials`."""
+        session, found, _ = self._registry.session(request.session_id, namespace)
+        found.hand_credentials(session.record.run, request)
 
     def peers(self, namespace: str) -> m.PeerTable:
         """See :class:`tieredckpt.rpc.messages.agent.PeerTable`."""

@@ -116,7 +116,7 @@ def _open(
     config = source if isinstance(source, Config) else load_config(source, os.environ)
     script = None if credentials is None else Supplied(credentials)
     if script is not None:
-        config = with_script(config)
+        config = with_script(config, credentials)
     _refuse_impossible(config)
     namespace = resolve_namespace(config.namespace, os.environ)
     wanted = config.agent.runtime_dir

@@ -38,6 +38,7 @@ from tieredckpt.rpc.messages.agent import HostEntry, PeerTable
 from tieredckpt.rpc.messages.peer import RECORDS_MAX, AskHoldings
 from tieredckpt.rpc.peer_client import PeerClient
 from tieredckpt.storage.holdings import Holdings, decode_holdings
+from tieredckpt.storage.object.supplied import Supplied
 
 log = logging.getLogger(__name__)
 
@@ -373,13 +374,16 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
 
 
 def warn_of_other_names(
-    client: AgentClient, streams: Collection[str], tiers: Iterable[TierSpec]
+    client: AgentClient,
+    streams: Collection[str],
+    tiers: Iterable[TierSpec],
+    script: Supplied | None,
 ) -> None:
     """Warn, where nothing was loaded, of other streams and of namespaces with similar names.
 
     A folder in ``checkpoint_id`` names a stream. A load of another stream than was saved, or of a
     mistyped namespace, would silently start from scratch. A tier that cannot be listed within
-    :data:`LIST_WAIT_S` is left out.
+    :data:`LIST_WAIT_S` is left out. ``script``: credentials of the training script.
     """
     own = read_holdings(client).tiers
     others = sorted({fact.stream for tier in own for fact in tier.manifests}.difference(streams))
@@ -397,7 +401,7 @@ def warn_of_other_names(
         found.update(each.name for each in client.status().namespaces)
 
     def beside(spec: TierSpec) -> Sequence[str]:
-        with closing(open_tier(spec, name, retry_s=POLL_S)) as tier:
+        with closing(open_tier(spec, name, retry_s=POLL_S, script=script)) as tier:
             return tier.beside()
 
     answering = {tier.tier for tier in own if tier.available}

@@ -153,6 +153,11 @@ class Ruling:
         """Whether the run that rules has sessions here."""
         return self.term() in self._runs()
 
+    def run_here(self) -> str | None:
+        """The run whose configuration holds, if it has sessions here."""
+        rule = self.rule
+        return rule.run if rule is not None and rule.run in self._runs() else None
+
     def tidies(self) -> bool:
         """Whether what is too much is deleted before its room is needed.
 

@@ -16,16 +16,25 @@ from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import HandCredentials
 from tieredckpt.storage.object.supplied import Keys, NotSuppliedError, Supplied
 
+SEND_S = 5.0
+"""Longest wait for the agent."""
 
-def with_script(config: Config) -> Config:
+
+def with_script(config: Config, source: object) -> Config:
     """``config`` whose tiers at ``s3://``, with no profile and not anonymous, use the credentials
-    of the training script.
+    of the training script, and the region of its session if they have none.
 
     Raises:
         UsageError: There is no such tier.
     """
+    region = getattr(source, "region_name", None)  # of a boto3.Session
     tiers = [
-        msgspec.structs.replace(tier, object=msgspec.structs.replace(tier.object, of_script=True))
+        msgspec.structs.replace(
+            tier,
+            object=msgspec.structs.replace(
+                tier.object, of_script=True, region=tier.object.region or region
+            ),
+        )
         if tier.url.startswith("s3://") and not tier.object.anonymous and not tier.object.profile
         else tier
         for tier in config.tiers
@@ -58,7 +67,7 @@ class CredentialsFeed:
             AgentError: They could not be sent.
         """
         try:
-            self._send(wanted=True)
+            self._send(self._script.get_frozen_credentials(), wanted=True)
         except NotSuppliedError as error:
             raise UsageError(f"credentials=: {error}") from error
 
@@ -69,11 +78,10 @@ class CredentialsFeed:
         """
         with contextlib.suppress(NotSuppliedError):  # which is logged
             if wanted and self._sent is not None:
-                self._script.find_anew()
-            self._send(wanted=wanted)
+                self._script.find_anew(wait_s=0.0)
+            self._send(self._script.get_frozen_credentials(wait_s=0.0), wanted=wanted)
 
-    def _send(self, *, wanted: bool) -> None:
-        keys = self._script.get_frozen_credentials()
+    def _send(self, keys: Keys, *, wanted: bool) -> None:
         if keys == self._sent and not wanted:
             return
         self._client.call(
@@ -84,6 +92,7 @@ class CredentialsFeed:
                 token=keys.token,
                 expires_at_s=keys.expires_at_s,
             ),
+            within_s=SEND_S,
             revive=False,
         )
         self._sent = keys

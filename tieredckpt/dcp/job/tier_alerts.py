@@ -85,7 +85,8 @@ class TierWatch:
 
     def _run(self) -> None:
         while not self._ending.wait(POLL_S):
-            with contextlib.suppress(TieredCkptError):
+            # OSError: for example, this process has no descriptors left; it may have some later.
+            with contextlib.suppress(TieredCkptError, OSError):
                 found = self._client.call(AskTroubles(), within_s=ASK_S, revive=False)
                 self._alerts.log(found.tiers)
                 if self._feed is not None:

@@ -108,7 +108,7 @@ def _restore(
                 if failed and set.intersection(*map(set, chosen.steps.values())):
                     raise _EvictedError(error) from error  # there are newer ones by now
                 raise
-            asked_for = (session.client, chosen.streams, session.config.tiers)
+            asked_for = (session.client, chosen.streams, session.config.tiers, session.script)
             ranks.from_coordinator(partial(warn_of_other_names, *asked_for))
             _resume(session, ranks, request, chosen)
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tieredckpt.rpc.messages.base import Message, NodeRequest, resolve
 
@@ -42,6 +42,9 @@ class HandCredentials(NodeRequest[None], frozen=True):
 
     def __repr__(self) -> str:  # no secrets in a log or a traceback
         return f"HandCredentials(expires_at_s={self.expires_at_s})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("expires_at_s", self.expires_at_s)]
 
 
 resolve(globals().values())

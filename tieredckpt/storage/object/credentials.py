@@ -19,7 +19,7 @@ from typing import Any
 
 from tieredckpt.errors import ConfigError, how_to_install
 from tieredckpt.storage.base import unavailable
-from tieredckpt.storage.object.errors import ObjectSettings, Refusal
+from tieredckpt.storage.object.errors import STALE, ObjectSettings, Refusal
 from tieredckpt.storage.object.supplied import Handed, KeySource, Supplied
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ SIGNED_BYTES_MAX = 64 << 10
 """A larger body is not digested for the signature: that takes three times as long as sending it,
 and parts have a checksum of their own."""
 
-_STALE = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
-                    "SignatureDoesNotMatch", "TokenRefreshRequired"})  # fmt: skip
 _UNEXPLAINED = frozenset({400, 401, 403})
 """Statuses of a HEAD with stale credentials; its response has no body with a code."""
 
@@ -104,7 +102,7 @@ class Credentials:
         this host's clock is wrong, or they have no known expiry.
         """
         unexplained = not refusal.code and refusal.status in _UNEXPLAINED
-        if self.source is None or not (unexplained or refusal.code in _STALE):
+        if self.source is None or not (unexplained or refusal.code in STALE):
             return False
         if used is not None and self.source.differs_from(used):
             return True  # another thread was first
@@ -207,7 +205,7 @@ def find_credentials(
 ) -> Credentials:
     """Look up credentials as AWS's tools do. May send a request to the metadata service.
 
-    If the settings want those of the ``script``, they are used instead.
+    If the settings want those of the ``script``, they are used instead, and no profile is read.
 
     Raises:
         ConfigError: botocore is not installed, or there is no such profile.
@@ -221,15 +219,18 @@ def find_credentials(
             f"tier {tier} needs the extra s3: {how_to_install('s3')}", key="url"
         ) from error
 
+    region = settings.region or os.environ.get("AWS_REGION")
+    if settings.of_script:
+        if script is None:
+            raise unavailable(tier, f"tier {tier} has only the training script's credentials")
+        region = region or os.environ.get("AWS_DEFAULT_REGION")
+        return Credentials(tier, region or "us-east-1", script)
     new_session = functools.partial(botocore.session.Session, profile=settings.profile)
     session = new_session()
+    source: KeySource | None = None
     try:
-        region = settings.region or os.environ.get("AWS_REGION")
         region = region or session.get_config_variable("region") or "us-east-1"
-        source: KeySource | None = None
-        if settings.of_script and script is not None:
-            source = script
-        elif not settings.anonymous and (found := session.get_credentials()) is not None:
+        if not settings.anonymous and (found := session.get_credentials()) is not None:
             names = ("credentials_file", "config_file")
             files = tuple(str(session.get_config_variable(name)) for name in names)
             source = Chain(found, files, lambda: new_session().get_credentials())

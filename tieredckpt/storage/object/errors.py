@@ -50,6 +50,9 @@ def parse_object_url(url: str) -> ObjectUrl:
     return ObjectUrl(scheme, bucket, "/".join(parts))
 
 
+STALE = frozenset({"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidToken",
+                    "SignatureDoesNotMatch", "TokenRefreshRequired"})  # fmt: skip
+"""Codes for credentials that may be renewed."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _CODE_OF_KEY = re.compile(r"\(code: ([A-Za-z0-9.]{1,80})\)")

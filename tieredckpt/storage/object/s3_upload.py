@@ -35,7 +35,7 @@ from tieredckpt import failpoints
 from tieredckpt.errors import TieredCkptError, TierUnavailableError
 from tieredckpt.storage.base import ByteSource
 from tieredckpt.storage.file_io import RUN_BYTES, aligned_buffer
-from tieredckpt.storage.object.errors import ObjectSettings, Refusal, refusal_of
+from tieredckpt.storage.object.errors import STALE, ObjectSettings, Refusal, refusal_of
 from tieredckpt.storage.object.s3_http import Answer, S3Wire
 
 PARTS_MAX = 10_000
@@ -188,8 +188,8 @@ class Uploader:
         except TierUnavailableError as error:
             if error.fields.get("code") == "NoSuchUpload":
                 return False  # completed by another host, or swept
-            status = error.fields.get("status", 0)
-            if 400 <= status < 500 and status not in (401, 403):
+            status, code = error.fields.get("status", 0), error.fields.get("code", "")
+            if 400 <= status < 500 and status not in (401, 403) and code not in STALE:
                 self.abort(key, job.upload_id)  # refused permanently: begin anew
             raise
         except TieredCkptError:

@@ -21,7 +21,14 @@ log = logging.getLogger(__name__)
 RENEW_S = 300.0
 """The source is called at least this often, as what it returned may have been revoked."""
 RENEW_S_MIN = 5.0
-"""And not more often, also after a failure, or if a store refused what it returned."""
+"""And not more often after a failure, or after a refusal of what it returned; then the pauses grow
+as long as it returns the same."""
+CALL_S = 60.0
+"""Longest wait for the source where there are no credentials without it."""
+REFUSED_S = 10.0
+"""Longest wait for other credentials after a refusal."""
+RUNS_MAX = 4
+"""Most runs whose credentials an agent keeps for one namespace, beside the one that rules."""
 _ROLE_KEYS = ("AccessKeyId", "SecretAccessKey", "SessionToken", "Expiration")
 """As in STS's answers: ``client.assume_role(...)["Credentials"]``."""
 
@@ -63,34 +70,48 @@ class KeySource(Protocol):
 
 
 class Handed:
-    """In an agent: the credentials that a namespace's training script sent last. Thread-safe.
+    """In an agent: the credentials that training scripts of a namespace sent. Thread-safe.
 
-    They stay in use after the script's end, until they expire.
+    Used are those of the run whose rules hold, while it has sessions on this host; else those that
+    came last. They stay in use after the script's end, until they expire.
 
     Args:
+        ruler: The run whose rules hold and that has sessions here; None: there is none.
         clock: Unix time.
     """
 
-    def __init__(self, clock: Clock = time.time) -> None:
-        self._clock = clock
+    def __init__(self, ruler: Callable[[], str | None], clock: Clock = time.time) -> None:
+        self._ruler, self._clock = ruler, clock
         self._lock = threading.Lock()
-        self._keys: Keys | None = None
+        self._keys: dict[str, Keys] = {}
+        """By run, the one that sent some last at the end."""
         self._refused: Keys | None = None
 
-    def give(self, keys: Keys) -> None:
-        """Use these from now on, unless they have expired and the others have not.
+    def give(self, run: str, keys: Keys) -> bool:
+        """Keep those of ``run``; whether they are others than it sent before.
 
-        A script that slept for a day sends what it had.
+        They replace its own, unless they have expired and those have not. Those of other runs go
+        once they have expired.
         """
-        now_s = self._clock()
+        now_s, ruler = self._clock(), self._ruler()
         with self._lock:
-            if self._keys is None or self._keys.have_expired(now_s) or not keys.have_expired(now_s):
-                self._keys, self._refused = keys, None
+            before = self._keys.pop(run, None)
+            if before is not None and keys.have_expired(now_s) > before.have_expired(now_s):
+                keys = before  # of a script that slept
+            others = [r for r, k in self._keys.items() if not k.have_expired(now_s)]
+            kept = {ruler, *others[1 - RUNS_MAX :]}
+            self._keys = {r: k for r, k in self._keys.items() if r in kept} | {run: keys}
+            return keys != before
+
+    def _chosen(self) -> Keys | None:
+        ruler = self._ruler()
+        with self._lock:
+            last = next(reversed(self._keys.values()), None)
+            return self._keys.get(ruler, last) if ruler is not None else last
 
     def get_frozen_credentials(self) -> Keys:
         """Raises NotSuppliedError: none were sent, or they have expired."""
-        with self._lock:
-            keys = self._keys
+        keys = self._chosen()
         if keys is None:
             raise NotSuppliedError(
                 "it waits for those of the training script, which has sent none to this agent "
@@ -106,90 +127,122 @@ class Handed:
 
     def differs_from(self, used: Any) -> bool:
         """Whether others than ``used`` were sent."""
-        with self._lock:
-            return self._keys is not None and self._keys != used
+        keys = self._chosen()
+        return keys is not None and keys != used
 
     def find_anew(self) -> bool:
         """False: the script is asked for others (:meth:`are_wanted`)."""
-        with self._lock:
-            self._refused = self._keys
+        self._refused = self._chosen()
         return False
 
     def are_wanted(self) -> bool:
         """Whether there are none, or they have expired or were refused."""
-        with self._lock:
-            keys, refused = self._keys, self._refused
-        return keys is None or keys == refused or keys.have_expired(self._clock())
+        keys = self._chosen()
+        return keys is None or keys == self._refused or keys.have_expired(self._clock())
 
 
 class Supplied:
     """In a process of the training script: what its source returns. Thread-safe.
 
+    The source is called in a thread of its own, and its last answer is used meanwhile: it may send
+    requests, wait for others, or hang.
+
     Args:
         source: A ``boto3.Session``, or a function that returns one, botocore's credentials, or a
             mapping with AccessKeyId, SecretAccessKey, SessionToken and Expiration.
         clock: Unix time.
+        timer: Monotonic seconds.
     """
 
-    def __init__(self, source: Any, clock: Clock = time.time) -> None:
-        self._source, self._clock = source, clock
+    def __init__(
+        self, source: Any, clock: Clock = time.time, timer: Clock = time.monotonic
+    ) -> None:
+        self._source, self._clock, self._timer = source, clock, timer
         self._lock = threading.Lock()
+        self._call: threading.Thread | None = None
         self._keys: Keys | None = None
-        self._next_s = -math.inf
-        """Unix time of the next call."""
-        self._called_s = -math.inf
-        self._problem: Exception | None = None
-        """Of the last call."""
+        self._next_s = self._failed_until_s = self._refused_until_s = -math.inf
+        """By ``timer``: when the source is to be called next, and before when it is not, after a
+        failure and after a refusal of what it returned."""
+        self._pause_s = RENEW_S_MIN
+        self._problem = "it was not called yet"
 
-    def get_frozen_credentials(self) -> Keys:
+    def get_frozen_credentials(self, *, wait_s: float = CALL_S) -> Keys:
         """What the source returned last; it is called if that is old or expires soon.
 
-        Raises NotSuppliedError: it failed, and what it returned before has expired.
+        Only if there are none that are valid, the answer is waited for, at most ``wait_s``.
+
+        Raises:
+            NotSuppliedError: There are none, or they have expired.
         """
         with self._lock:
-            if self._clock() >= self._next_s:
-                self._call()
-            keys = self._keys
-            if keys is None or keys.have_expired(self._clock()):
-                why = self._problem
-                raise NotSuppliedError(
-                    f"the training script supplies none: {type(why).__name__}: {why}"
-                ) from why
-            return keys
+            keys = self._valid()
+            call = self._calling(self._next_s if keys is not None else self._failed_until_s)
+        if keys is None:
+            if call is not None:
+                call.join(wait_s)
+            with self._lock:
+                keys = self._valid()
+        if keys is None:
+            is_late = call is not None and call.is_alive()
+            why = f"its function has not returned for {wait_s:.3g} s" if is_late else self._problem
+            raise NotSuppliedError(f"the training script supplies none: {why}")
+        return keys
+
+    def _valid(self) -> Keys | None:
+        keys = self._keys
+        return None if keys is None or keys.have_expired(self._clock()) else keys
 
     def differs_from(self, used: Any) -> bool:
         """Whether the source returned others than ``used``."""
         with self._lock:
             return self._keys is not None and self._keys != used
 
-    def find_anew(self) -> bool:
-        """Call the source, unless that was just done; whether it returned others."""
+    def find_anew(self, *, wait_s: float = REFUSED_S) -> bool:
+        """Call the source, unless that was just done; whether it returned others in time."""
         with self._lock:
-            before = self._keys
-            if self._clock() - self._called_s >= RENEW_S_MIN:
-                self._call()
-            return self._keys != before
+            before, call = self._keys, self._calling(self._refused_until_s)
+        if call is not None:
+            call.join(wait_s)
+        return self.differs_from(before)
 
-    def _call(self) -> None:
-        """Call the source; if that fails, what it returned before stays until it expires."""
-        now_s = self._called_s = self._clock()
-        self._next_s = now_s + RENEW_S_MIN
+    def _calling(self, from_s: float) -> threading.Thread | None:
+        """The running call; if there is none, one begins from ``from_s`` on. The lock is held."""
+        call = self._call
+        if call is not None and call.is_alive():
+            return call
+        if self._timer() < from_s:
+            return None
+        self._call = call = threading.Thread(
+            target=self._ask, name="tieredckpt-credentials", daemon=True
+        )
+        call.start()
+        return call
+
+    def _ask(self) -> None:
+        """Call the source. If that fails, what it returned before stays until it expires."""
+        keys, problem = None, ""
         try:
             keys = _keys_of(self._source)
-            if keys.have_expired(now_s):
+            if keys.have_expired(self._clock()):
                 raise ValueError("what it returned has expired")
-        except Exception as error:  # noqa: BLE001  (of a function of the user)
-            if str(error) != str(self._problem):
-                log.warning(
-                    "the training script supplies no credentials: %s: %s",
-                    type(error).__name__, error,
-                )  # fmt: skip
-            self._problem = error
-            return
-        self._problem = None
-        left_s = math.inf if keys.expires_at_s is None else keys.expires_at_s - now_s
-        self._keys = keys
-        self._next_s = now_s + min(RENEW_S, max(RENEW_S_MIN, left_s / 2))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (of a function of the user)
+            keys, problem = None, f"{type(error).__name__}: {error}"
+        with self._lock:
+            now_s = self._timer()
+            if problem and not self._problem:
+                log.warning("the training script supplies no credentials: %s", problem)
+            self._problem = problem
+            is_new = keys is not None and keys != self._keys
+            self._pause_s = RENEW_S_MIN if is_new else min(RENEW_S, 2 * self._pause_s)
+            self._refused_until_s = now_s + self._pause_s
+            if keys is None:
+                self._failed_until_s = self._next_s = now_s + RENEW_S_MIN
+                return
+            self._keys, left_s = keys, math.inf
+            if keys.expires_at_s is not None:
+                left_s = keys.expires_at_s - self._clock()
+            self._next_s = now_s + min(RENEW_S, max(RENEW_S_MIN, left_s / 2))
 
 
 def _keys_of(source: Any) -> Keys:
@@ -220,10 +273,11 @@ def _keys_of(source: Any) -> Keys:
 
 def _checked(access_key: Any, secret_key: Any, token: Any, expires: Any) -> Keys:
     for name, value in (("access key", access_key), ("secret key", secret_key)):
-        if not isinstance(value, str) or not value:
-            raise TypeError(f"the {name} is {'empty' if value == '' else 'no string'}")
-    if token is not None and not isinstance(token, str):
-        raise TypeError("the session token is no string")
+        text = value if isinstance(value, str) else ""
+        if not (text and text.isascii() and text.isprintable()):
+            raise TypeError(f"the {name} is no text of printable ASCII characters, or empty")
+    if not isinstance(token, str | None) or not (token or "").isascii():
+        raise TypeError("the session token is no text of ASCII characters")
     if isinstance(expires, str):
         expires = datetime.fromisoformat(expires)
     if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):

@@ -206,14 +206,15 @@ class ObjectTier(Tier):
         since_s = time.monotonic()
         attempt, renewed = 0, False
         while True:
+            used = None
             if self._credentials is not None:
-                self._credentials.now()  # its error is clearer than obstore's
+                used = self._credentials.now()  # its error is clearer than obstore's
             try:
                 with store_call(self.name, doing, **known):
                     return call(self._quick)
             except TierUnavailableError as error:
                 refusal = Refusal(error.fields.get("status", 0), error.fields.get("code", ""), "")
-                if not renewed and self._credentials and self._credentials.renewed(refusal):
+                if not renewed and self._credentials and self._credentials.renewed(refusal, used):
                     renewed = True
                     continue
                 attempt += 1
