@@ -41,13 +41,14 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         hosts.train_to(4)
         hosts.wait(lambda: hosts.text("third").count("ranks on this host: none") == 1)
         assert "generation 1 ended" not in hosts.text()
+        vote = "hosts that vote: first, second, third"
+        hosts.wait(lambda: vote in hosts.text("third"))
 
         hosts.lose("second")
         hosts.train_to(7)
         assert "generation 2 begins; ranks on this host: 2, 3" in hosts.text("third")
         hosts.start("second", stands_by=True)
         hosts.wait(lambda: "ranks on this host: none" in hosts.text("second"))
-        vote = "hosts that vote: first, second, third"
         hosts.wait(lambda: vote in hosts.text("third").split("ended")[-1])
 
         hosts.lose("first")  # which leads, with rank 0

@@ -366,9 +366,11 @@ class Supervisor:
                 left_s = decision.order.deadline_s
             self._leaving = Leaving(now_s, now_s + left_s, 0)
             self._budget = 0
-        if before.old_voters and not decision.old_voters:
+        is_first = not before.voters and len(decision.voters) > 1
+        if (before.old_voters or is_first) and not decision.old_voters:
             self._log(f"hosts that vote: {', '.join(sorted(decision.voters))}")
-            self._warn_of(decision.voters)
+            if not is_first:
+                self._warn_of(decision.voters)
         if decision.exit is not None:
             if decision.exit:
                 self._log_end(before, decision.ended)
