@@ -218,6 +218,7 @@ def test_credentials_of_botocore_with_their_time():
         {"AccessKeyId": "a", "SecretAccessKey": ""},
         {"AccessKeyId": "a", "SecretAccessKey": b"s"},
         {"AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": 7},
+        {"AccessKeyId": "a", "SecretAccessKey": "s", "SessionToken": "t\nX-Amz-Acl: public-read"},
         {"AccessKeyId": "a", "SecretAccessKey": "s", "Expiration": "soon"},
         {"AccessKeyId": "a", "SecretAccessKey": "s", "Expiration": "2099-01-01T00:00:00"},
         {"AccessKeyId": "a", "SecretAccessKey": "s", "Expiration": "2001-01-01T00:00:00Z"},

@@ -85,8 +85,8 @@ class TierWatch:
 
     def _run(self) -> None:
         while not self._ending.wait(POLL_S):
-            # OSError: for example, this process has no descriptors left; it may have some later.
-            with contextlib.suppress(TieredCkptError, OSError):
+            # The others: this process has no descriptors or threads left; it may have some later.
+            with contextlib.suppress(TieredCkptError, OSError, RuntimeError):
                 found = self._client.call(AskTroubles(), within_s=ASK_S, revive=False)
                 self._alerts.log(found.tiers)
                 if self._feed is not None:

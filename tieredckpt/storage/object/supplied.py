@@ -272,12 +272,12 @@ def _keys_of(source: Any) -> Keys:
 
 
 def _checked(access_key: Any, secret_key: Any, token: Any, expires: Any) -> Keys:
-    for name, value in (("access key", access_key), ("secret key", secret_key)):
-        text = value if isinstance(value, str) else ""
-        if not (text and text.isascii() and text.isprintable()):
+    named = {"access key": access_key, "secret key": secret_key, "session token": token or None}
+    for name, value in named.items():
+        if name == "session token" and value is None:
+            continue
+        if not (isinstance(value, str) and value and value.isascii() and value.isprintable()):
             raise TypeError(f"the {name} is no text of printable ASCII characters, or empty")
-    if not isinstance(token, str | None) or not (token or "").isascii():
-        raise TypeError("the session token is no text of ASCII characters")
     if isinstance(expires, str):
         expires = datetime.fromisoformat(expires)
     if expires is not None and (not isinstance(expires, datetime) or expires.tzinfo is None):
