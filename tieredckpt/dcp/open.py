@@ -288,6 +288,7 @@ def _facts(session: Session) -> RankFacts:
         require_replicas=config.memory.require_replicas,
         ack=config.save.ack,
         copies=config.memory.copies,
+        credentials=session.script is not None,
         met_others=bool(session.client.peers().peers),
     )
 

@@ -34,6 +34,7 @@ def facts(host: str, given: dict[str, Any] | None = None, **more: Any) -> RankFa
         require_replicas=config.memory.require_replicas,
         ack=config.save.ack,
         copies=config.memory.copies,
+        credentials=False,
         met_others=False,
     )
     return replace(found, **more)
@@ -142,6 +143,7 @@ def test_two_agents_of_one_name():
         ("replicas", 2, "memory.replicas"),
         ("require_replicas", True, "memory.require_replicas"),
         ("ack", "replicated", "save.ack"),
+        ("credentials", True, "credentials="),
     ],
 )
 def test_ranks_that_are_configured_differently(field: str, value: Any, key: str):

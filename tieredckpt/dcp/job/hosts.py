@@ -28,6 +28,7 @@ class RankFacts:
             folder.
         replicas: As configured; None: as many as suits the number of hosts.
         copies: ``memory.copies``.
+        credentials: Whether the script supplies credentials.
         met_others: Whether the agent knows other hosts, of an earlier start.
     """
 
@@ -41,6 +42,7 @@ class RankFacts:
     require_replicas: bool
     ack: str
     copies: str
+    credentials: bool
     met_others: bool
 
 
@@ -115,6 +117,7 @@ def check_alike(facts: Sequence[RankFacts]) -> None:
             ("memory.require_replicas", each.require_replicas, first.require_replicas),
             ("save.ack", each.ack, first.ack),
             ("memory.copies", each.copies, first.copies),
+            ("credentials=", each.credentials, first.credentials),
         ):
             if mine != theirs:
                 raise ConfigError(
