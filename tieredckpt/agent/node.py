@@ -247,7 +247,7 @@ class Node:
         return m.Sealed(next=grant)
 
     def ask_troubles(self, namespace: str, request: m.AskTroubles) -> m.Troubles:
-        """See :class:`tieredckpt.rpc.messages.agent.AskTroubles`."""
+        """See :class:`tieredckpt.rpc.messages.tiers.AskTroubles`."""
         found = self._registry.namespace(namespace)
         return m.Troubles(
             tiers=status_module.troubles_of(found), wants_credentials=found.wants_credentials()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import botocore.credentials
 import pytest
 
 from tests.support.agent import wait_until
+from tieredckpt.dcp.job.credentials import CredentialsFeed
+from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.tiers import HandCredentials
 from tieredckpt.storage.object.supplied import (
     RENEW_S,
     RENEW_S_MIN,
@@ -229,3 +232,37 @@ def test_credentials_of_botocore_with_their_time():
 def test_what_is_no_credentials(wrong: object):
     with pytest.raises(NotSuppliedError):
         Supplied(lambda: wrong).get_frozen_credentials()
+
+
+class Agent:
+    """Records what it is sent."""
+
+    session_id = "0" * 32
+
+    def __init__(self) -> None:
+        self.sent: list[HandCredentials] = []
+
+    def call(self, request: HandCredentials, **_: object) -> None:
+        self.sent.append(request)
+
+
+def test_an_agent_is_sent_others_before_it_wants_them_and_the_same_only_if_it_does():
+    source, agent = Source(Clock(), 60.0), Agent()
+    supplied = of(source)
+    feed = CredentialsFeed(cast("AgentClient", agent), supplied)
+    feed.begin()
+    feed.go_on(wanted=False)
+    assert [each.access_key for each in agent.sent] == ["key-1"]
+    source.clock.now_s += 31.0  # half of their life
+    feed.go_on(wanted=False)
+    becomes(supplied, "key-2")
+    feed.go_on(wanted=False)
+    assert [each.access_key for each in agent.sent] == ["key-1", "key-2"]
+    feed.go_on(wanted=True)  # a new agent
+    assert [each.access_key for each in agent.sent] == ["key-1", "key-2", "key-2"]
+    source.fails = True
+    source.clock.now_s += 61.0
+    feed.go_on(wanted=True)
+    wait_until(lambda: source.calls == 3, deadline_s=60.0)
+    assert len(agent.sent) == 3, "none that have expired"
+    assert "secret" not in repr(agent.sent)

@@ -1,7 +1,7 @@
-"""Gives this host's agent the credentials that the training script supplies.
+"""Sends this host's agent the credentials that the training script supplies.
 
-The first rank of each host does, at ``Engine.open``, and then in the thread that asks the agent for
-its alerts: the agent uploads between saves, too.
+The first rank of each host sends them at ``Engine.open``, and then in the thread that asks the
+agent for its alerts, since the agent uploads between saves, too.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class KeySource(Protocol):
 class Handed:
     """In an agent: the credentials that training scripts of a namespace sent. Thread-safe.
 
-    Used are those of the run whose rules hold, while it has sessions on this host; else those that
-    came last. They stay in use after the script's end, until they expire.
+    The agent uses those of the run whose rules hold, while that run has sessions on this host, else
+    those that came last. They stay in use after the script's end, until they expire.
 
     Args:
         ruler: The run whose rules hold and that has sessions here; None: there is none.
@@ -84,14 +84,13 @@ class Handed:
         self._ruler, self._clock = ruler, clock
         self._lock = threading.Lock()
         self._keys: dict[str, Keys] = {}
-        """By run, the one that sent some last at the end."""
+        """By run, in the order in which the runs sent some last."""
         self._refused: Keys | None = None
 
     def give(self, run: str, keys: Keys) -> bool:
-        """Keep those of ``run``; whether they are others than it sent before.
+        """Keep the credentials of ``run``; whether they are others than it sent before.
 
-        They replace its own, unless they have expired and those have not. Those of other runs go
-        once they have expired.
+        Expired ones never replace valid ones. Expired ones of other runs are dropped.
         """
         now_s, ruler = self._clock(), self._ruler()
         with self._lock:
