@@ -49,7 +49,6 @@ CLIENTS, CLIENT_HOSTS, CLIENT_PROCESSES = 1000, 125, 4
 SAMPLED = 100
 """Simulated clients of the TCPStore, whose work per client does not depend on their number."""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.live.store", "torch._dynamo"])
 
 
 def key_of(rank: int) -> str:
@@ -397,6 +396,7 @@ def _thousand(bench: Bench, made: list[Host], port: int, server: int) -> None:
 
 def store(bench: Bench) -> None:
     """See the module."""
+    _context.set_forkserver_preload(["benchmarks.live.store", "torch._dynamo"])
     with hosts(bench.shm, PROCESS_HOSTS) as made, tcp_server() as (port, server):
         _groups(bench, made, port)
         _processes(bench, made, port, server)

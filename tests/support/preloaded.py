@@ -6,36 +6,43 @@ all use this one.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import SimpleNamespace
 from typing import Any
 
 from tieredckpt.testing.dcp.crews import PRELOAD
 
-context = multiprocessing.get_context("forkserver")
-"""Forks from a server that has the modules imported: twenty times faster than a new process."""
+MODULES = [
+    *PRELOAD,
+    "tieredckpt.engine",
+    "tieredckpt.agent.daemon",
+    "tieredckpt.cli.main",
+    "tests.support.agent",
+    "tests.support.faulty_os",
+    "tests.support.faults",
+    "tests.support.states",
+    "tests.support.frozen",
+]
 
-context.set_forkserver_preload(
-    [
-        *PRELOAD,
-        "tieredckpt.engine",
-        "tieredckpt.agent.daemon",
-        "tieredckpt.cli.main",
-        "tests.support.agent",
-        "tests.support.faulty_os",
-        "tests.support.faults",
-        "tests.support.states",
-        "tests.support.frozen",
-    ]
-)
+
+class _Preloaded(ForkServerContext):
+    """Names our modules anew for each process, since any other code may have named its own."""
+
+    def Process(self, *args: Any, **options: Any) -> ForkServerProcess:  # type: ignore[override]
+        self.set_forkserver_preload(MODULES)
+        return ForkServerProcess(*args, **options)
+
+
+context = _Preloaded()
+"""Forks from a server that has the modules imported: twenty times faster than a new process."""
 
 
 def start_server() -> None:
     """Start the fork server now, before other code tells it to have less imported."""
+    context.set_forkserver_preload(MODULES)
     forkserver._forkserver.ensure_running()
 
 
