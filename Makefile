@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-nightly bench bench-live lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-all test-nightly bench bench-live lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
@@ -19,8 +19,9 @@ help:
 	@echo "make demo-elastic  change the number of ranks in mid-training, from memory (1 minute)"
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
-	@echo "make test          all tests and checks except the nightly ones"
-	@echo "make test-nightly  the same with the long fuzz and fault sweeps"
+	@echo "make test          each promise, by its cheapest test: before a push (6 minutes)"
+	@echo "make test-all      all tests except the nightly ones: once before a change is finished (20 minutes)"
+	@echo "make test-nightly  all tests, with the long fuzz and fault sweeps (hours)"
 	@echo "make bench         measure against the limits of this machine"
 	@echo "make bench-live    measure live recovery against restarts by torchrun (20 minutes)"
 	@echo "make lint          style, types and import layers only"
@@ -61,15 +62,19 @@ demo-s3: $(STAMP)
 # in one of them, in the order of tests/seconds.txt. Compiled modules are kept: a hundred
 # interpreters import ours, and each would compile them where the environment forbids to keep them.
 WORKERS ?= 6
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = PYTHONDONTWRITEBYTECODE= exec $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+GATE = -m "not full and not nightly"
 check: $(STAMP)
-	@$(PYTEST) -m "not nightly" tests/test_quality.py tests/unit tests/property tests/format $(PYTEST_ARGS)
+	@$(PYTEST) $(GATE) tests/test_quality.py tests/unit tests/property tests/format $(PYTEST_ARGS)
 
 test: $(STAMP)
-	@$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+	@$(PYTEST) $(GATE) $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	@HYPOTHESIS_PROFILE=full $(PYTEST) -m "not nightly" -o run_timeout=7200 $(PYTEST_ARGS)
 
 test-nightly: $(STAMP)
-	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "" --timeout 3600 -o run_timeout=0 $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly exec $(BIN)/python -m pytest -m "" --timeout 3600 -o run_timeout=0 $(PYTEST_ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -16,21 +16,22 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.counts import as_json, counts, of, table
+from tests.support.leftovers import shm
 from tests.support.order import longest_first
 
-pytest_plugins = ["tests.support.limits", "tests.support.budget", "tests.support.s3"]
-
-SHM = Path(os.environ.get("TIEREDCKPT_TEST_SHM", "/dev/shm"))
-"""Where runtime folders of tests are made: a tmpfs, since slots are measured against one."""
+pytest_plugins = [
+    "tests.support.limits",
+    "tests.support.progress",
+    "tests.support.budget",
+    "tests.support.s3",
+]
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=50, **_COMMON)
-# CI must not fail by chance on a change that did not cause it: the same examples every time.
-settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
+# The gate must not fail by chance on a change that did not cause it: the same examples every time.
+settings.register_profile("gate", max_examples=50, derandomize=True, database=None, **_COMMON)
+settings.register_profile("full", max_examples=100, **_COMMON)
 settings.register_profile("nightly", max_examples=3000, **_COMMON)
-settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
-)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "gate")
 
 _numbers = itertools.count()
 
@@ -92,7 +93,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
     """An empty runtime folder in tmpfs; agents that were started in it are stopped afterwards."""
-    folder = SHM / f"tck-test-{os.getpid()}-{next(_numbers)}"
+    folder = shm() / f"tck-test-{os.getpid()}-{next(_numbers)}"
     folder.mkdir(mode=0o700)
     try:
         yield folder

@@ -22,14 +22,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.conftest import SHM, processes_naming, stop_processes_of
+from tests.conftest import processes_naming, stop_processes_of
+from tests.support.leftovers import shm
 from tests.support.preloaded import context
 
 MIB = 1 << 20
@@ -381,27 +382,6 @@ class _Child:
             for ref in each.segments
         ]
         return wanted, [fact.id for fact in memory.segments if fact.root is not None]
-
-    def flush(self, tier: str | None, deadline_s: float | None) -> Any:
-        """What ``engine.flush`` answers, such that it can be pickled."""
-        found = self.engine.flush(tier, deadline_s)
-        return replace(
-            found, steps=dict(found.steps), levels=dict(found.levels), errors=dict(found.errors)
-        )
-
-    def train_until_told(self, first: int, every: int, deadline_s: float) -> tuple[int, bool, Any]:
-        """Steps from ``first`` on, a save at each ``every``-th, until SIGTERM came to some rank.
-
-        Returns the step at which all ranks left, whether this one was told, and what the flush
-        at the end answered.
-        """
-        leaving = self.engine.leave_on(signal.SIGTERM, deadline_s=deadline_s)
-        for step in itertools.count(first):
-            if step % every == 0:
-                self.save(step)
-            if self.engine.should_leave():
-                return step, leaving.asked, self.flush(None, leaving.left_s)
-        raise AssertionError("unreachable")
 
     def close(self) -> None:
         self.engine.close()
@@ -806,7 +786,7 @@ def death(pid: int, *, deadline_s: float = 60.0) -> Iterator[None]:
 
 def new_runtime_dir() -> Path:
     """An empty folder in tmpfs, for fixtures that outlive one test."""
-    folder = SHM / f"tck-test-faults-{os.getpid()}-{next(_numbers)}"
+    folder = shm() / f"tck-test-faults-{os.getpid()}-{next(_numbers)}"
     folder.mkdir(mode=0o700)
     return folder
 

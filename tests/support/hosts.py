@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 import shutil
 import signal
 import socket
@@ -21,11 +20,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import SHM, processes_naming, stop_processes_of
+from tests.conftest import processes_naming, stop_processes_of
 from tests.support.agent import LOST_AFTER
 from tests.support.fault_bench import Job
 from tests.support.faults import ForkedAgent, Trainer, death
+from tests.support.leftovers import shm
 from tests.support.names import NameServer, use_names
+from tests.support.ports import hold_port
 from tests.support.proxy import Proxy
 from tieredckpt.agent.cluster import members
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
@@ -262,10 +263,9 @@ class Cluster:
         names: bool = False,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        sweep()
         self.folder = folder / f"hosts-{next(_clusters)}"
         self.folder.mkdir(parents=True)
-        self.memory = SHM / f"tck-hosts-{os.getpid()}-{next(_clusters)}"
+        self.memory = shm() / f"tck-hosts-{os.getpid()}-{next(_clusters)}"
         self.memory.mkdir(mode=0o700)
         self.racks = racks
         self.environ = dict(environ or {})
@@ -417,26 +417,3 @@ class HostJob(Job):
                 host.trainers.remove(trainer)
         if self in self._cluster.jobs:
             self._cluster.jobs.remove(self)
-
-
-def hold_port(held: socket.socket) -> int:
-    """A port of 127.0.0.1 that nobody else gets while ``held`` is open, which is bound to it.
-
-    It does not listen: who says SO_REUSEADDR, as agents and torch's store do, can. Neither another
-    bind nor a connection on its way out is given the port meanwhile.
-    """
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return int(held.getsockname()[1])
-
-
-@functools.cache
-def sweep() -> None:
-    """Remove what test runs that were killed have left: namespaces, their processes, folders."""
-    if netns.missing() is None:
-        netns.sweep()
-    for folder in SHM.glob("tck-hosts-*-*"):
-        found = re.fullmatch(r"tck-hosts-(\d+)-\d+", folder.name)
-        if found and not Path("/proc", found[1]).exists():
-            stop_processes_of(folder)
-            shutil.rmtree(folder, ignore_errors=True)

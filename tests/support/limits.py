@@ -8,6 +8,10 @@ Three limits, from the inside out:
    it is written in C and needs no GIL.
 3. A run that takes longer than ``run_timeout`` seconds prints what is running and stops.
 
+SIGINT and SIGTERM stop a run within 15 s, also one that was started in the background, where a
+shell has SIGINT ignored. Whatever ends a run, its processes end and its temporary files go
+(``leftovers.py``).
+
 A worker of pytest-xdist that dies, for that or any other reason, ends the run at once with the
 name of its test. pytest-xdist alone would replace the worker (``--max-worker-restart=0`` forbids
 that, since ``--dist loadfile`` has stood still after it), and then let the others finish.
@@ -20,19 +24,18 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.support import leftovers
+
 _STDERR = pytest.StashKey[int]()
 _EXITS_AT_S = pytest.StashKey[float]()
-_MARK = "TCK_TEST_RUN"
-"""The variable by which the processes of a run are found, however they were started."""
-_STOPPING_S = 30.0
-"""How long a run that is over its limit may take to print its summary."""
+_STOPPING_S = 10.0
+"""How long a run that is stopped may take to print its summary."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Not captured yet: what a dying process prints must not end in a file that dies with it.
     config.stash[_STDERR] = os.dup(2)
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        os.environ.pop("PYTEST_DEBUG_TEMPROOT", None)
+    else:
         config.pluginmanager.register(_Run(config), "run-limits")
 
 
@@ -90,10 +95,13 @@ class _Run:
         self._limit_s = float(config.getini("run_timeout"))
         self._running: dict[str, float] = {}
         self._cut_short = False
+        self._failed: set[str] = set()
+        self._stopping = threading.Event()
         self._ended = threading.Event()
-        os.environ[_MARK] = self._mark = uuid.uuid4().hex
-        if self._limit_s > 0:
-            threading.Thread(target=self._watch, name="run-limit", daemon=True).start()
+        self._folders = leftovers.begin()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        threading.Thread(target=self._watch, name="run-limit", daemon=True).start()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._running[nodeid] = time.monotonic()
@@ -101,46 +109,54 @@ class _Run:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._running.pop(nodeid, None)
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died: its failure is reported, then nothing else is waited for."""
         self._cut_short = True
         self._config.hook.pytest_runtest_logreport(report=report)
-        self._end_processes()  # pytest-xdist gives the other workers 10 s
+        leftovers.end_processes()  # pytest-xdist gives the other workers 10 s
         pytest.exit(str(report.longrepr), returncode=1)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # soon over: nothing is to be left
+        self._clean()
         self._ended.set()
+
+    def _clean(self) -> None:
+        leftovers.end(self._folders)
         if self._cut_short:
-            self._end_processes()
+            # pytest has no public way to ask where the folders of its tests are.
+            leftovers.keep_only_failed(self._config._tmp_path_factory.getbasetemp(), self._failed)
+
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
+        """By a signal, or since it took too long: pytest prints its summary, then it cleans up."""
+        if not self._cut_short:
+            self._cut_short = True
+            text = f"\nstopped by {signal.Signals(number).name}\n"
+            os.write(self._config.stash[_STDERR], text.encode())
+        if not self._stopping.is_set():
+            self._stopping.set()
+            leftovers.end_processes()
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        if self._ended.wait(self._limit_s):
-            return
-        self._cut_short = True
-        now_s = time.monotonic()
-        running = [f"  {name} ({now_s - at_s:.0f} s)\n" for name, at_s in self._running.items()]
-        text = f"\nthe run took {self._limit_s:.0f} s, its limit; running:\n{''.join(running)}"
-        os.write(self._config.stash[_STDERR], text.encode())
-        os.kill(os.getpid(), signal.SIGINT)
-        self._end_processes()
+        """End the process itself where its main thread does not."""
+        limit_s = self._limit_s if self._limit_s > 0 else None
+        if not self._stopping.wait(limit_s):
+            if self._ended.is_set():
+                return
+            self._cut_short = True
+            now_s = time.monotonic()
+            running = [f"  {name} ({now_s - at_s:.0f} s)\n" for name, at_s in self._running.items()]
+            text = f"\nthe run took {self._limit_s:.0f} s, its limit; running:\n{''.join(running)}"
+            os.write(self._config.stash[_STDERR], text.encode())
+            os.kill(os.getpid(), signal.SIGINT)
         if not self._ended.wait(_STOPPING_S):
-            self._end_processes()
+            self._clean()
             os._exit(1)
-
-    def _end_processes(self) -> None:
-        """Kill what the tests of this run started and left: no fixture of theirs will."""
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            try:
-                fd = os.pidfd_open(int(entry.name))
-            except OSError:  # it ended
-                continue
-            try:
-                if f"{_MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-            except OSError:  # it ended, or is another user's
-                continue
-            finally:
-                os.close(fd)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.leftovers import shm
 from tieredckpt.agent.tables import Tables
 from tieredckpt.errors import IntegrityError, NotFoundError
 from tieredckpt.rpc.auth import Secret
@@ -142,7 +143,7 @@ def serving(
     addresses: tuple[str, ...] = ("127.0.0.1",),
 ) -> Iterator[tuple[Peer, m.HostEntry, PeerServer]]:
     """A running server, its API, and the entry under which others know it."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=shm()) as folder:
         peer = Peer(Path(folder), secret or Secret(TOKEN, tls))
         listeners = [listen_tcp(each, 0) for each in addresses]
         server = PeerServer(peer, listeners, tls=tls, limits=limits)

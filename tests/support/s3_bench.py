@@ -12,8 +12,7 @@ import itertools
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,10 +21,11 @@ from xml.etree import ElementTree
 
 import torch
 
-from tests.conftest import SHM, stop_processes_of
+from tests.conftest import stop_processes_of
 from tests.support.agent import wait_until
 from tests.support.faults import ForkedAgent
 from tests.support.http_proxy import HttpProxy, Rule
+from tests.support.leftovers import shm
 from tests.support.states import same, save
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError
@@ -191,7 +191,7 @@ class Restored:
 @contextlib.contextmanager
 def fresh_runtime() -> Iterator[Path]:
     """An empty runtime folder; what runs in it is ended."""
-    folder = SHM / f"tck-test-{os.getpid()}-s3-{next(_numbers)}"
+    folder = shm() / f"tck-test-{os.getpid()}-s3-{next(_numbers)}"
     folder.mkdir(mode=0o700)
     try:
         yield folder
@@ -387,10 +387,3 @@ class Bench:
         """Its status."""
         (found,) = (e for e in self.engine.status().namespaces[0].tiers if e.name == name)
         return found
-
-
-def at_request(proxy: HttpProxy, pattern: Callable[[str], bool]) -> threading.Event:
-    """Set when a request of this kind has come in."""
-    seen = threading.Event()
-    proxy.look = lambda request: seen.set() if pattern(str(request)) else None
-    return seen
