@@ -84,7 +84,6 @@ def test_ruff_format():
     tool("ruff", "format", "--check", ".")
 
 
-@pytest.mark.slow
 def test_mypy_strict():
     tool("mypy")
 

@@ -1,4 +1,4 @@
-"""docs/understand/testing.md names tests for each promise: they are there, and not nightly."""
+"""docs/understand/testing.md names tests for each promise: all are part of `make test`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SECTION = "## Promises, and the tests that keep them\n"
+MARKS = ("full", "nightly")
+"""Of tests that `make test` leaves out."""
 BULLET = re.compile(r"^- .*\n(?:  .*\n)*", re.MULTILINE)
 NESTED = re.compile(r"^ *- ", re.MULTILINE)
 NAMED = re.compile(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)")
@@ -26,16 +30,22 @@ def promises(page: str) -> list[tuple[str, list[str]]]:
     return found
 
 
-def is_nightly(node: ast.stmt) -> bool:
+def is_left_out(node: ast.stmt) -> bool:
     """Whether all cases of a function or class are: itself, or all of one list of parameters."""
     for decorator in getattr(node, "decorator_list", ()):
-        if ast.unparse(decorator).startswith("pytest.mark.nightly"):
+        if ast.unparse(decorator).startswith(tuple(f"pytest.mark.{mark}" for mark in MARKS)):
             return True
         if ast.unparse(decorator).startswith("pytest.mark.parametrize("):
             assert isinstance(decorator, ast.Call)
-            if all("nightly" in ast.unparse(case).lower() for case in cases(decorator.args[1])):
+            if all(is_marked(case) for case in cases(decorator.args[1])):
                 return True
     return False
+
+
+def is_marked(case: ast.expr) -> bool:
+    """Whether a case of a list of parameters names one of the marks, as itself or as a constant."""
+    words = re.findall(r"\w+", ast.unparse(case).lower())
+    return any(mark in words for mark in MARKS)
 
 
 def cases(values: ast.expr) -> list[ast.expr]:
@@ -46,11 +56,16 @@ def cases(values: ast.expr) -> list[ast.expr]:
 
 
 def in_text(text: str) -> dict[str, bool]:
-    """Functions and classes at the top of a file, and whether each is wholly nightly."""
+    """Functions and classes at the top of a file, and whether `make test` leaves each out."""
     body = ast.parse(text).body
-    whole = any(ast.unparse(each).startswith("pytestmark = pytest.mark.nightly") for each in body)
+    whole = any(
+        isinstance(each, ast.Assign)
+        and ast.unparse(each.targets[0]) == "pytestmark"
+        and is_marked(each.value)
+        for each in body
+    )
     return {
-        node.name: whole or is_nightly(node)
+        node.name: whole or is_left_out(node)
         for node in body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
@@ -73,7 +88,7 @@ def problems(page: str) -> list[str]:
                 continue
             tests = in_file(ROOT / "tests" / match[1])
             wrong += [
-                f"missing or nightly: {match[1]}::{name}, for {promise!r}"
+                f"missing or left out: {match[1]}::{name}, for {promise!r}"
                 for name in re.findall(r"\w+", match[2])
                 if tests.get(name, True)
             ]
@@ -108,16 +123,17 @@ def test_what_is_wrong_is_seen():
 
 - Not a promise.
 """
-    kinds = ["no test of", "missing or nightly", "not read", "missing or nightly"]
+    kinds = ["no test of", "missing or left out", "not read", "missing or left out"]
     found = problems(page)
     assert len(found) == len(kinds), found
     assert all(text.startswith(kind) for text, kind in zip(found, kinds, strict=True)), found
 
 
-def test_what_is_nightly_is_seen():
-    some = "[1, pytest.param(2, marks=pytest.mark.nightly)]"
-    every = "[pytest.param(2, marks=pytest.mark.nightly)]"
-    ranged = "[pytest.param(n, marks=pytest.mark.nightly) for n in range(9)]"
+@pytest.mark.parametrize("mark", MARKS)
+def test_what_is_left_out_is_seen(mark: str):
+    some = f"[1, pytest.param(2, marks=pytest.mark.{mark})]"
+    every = f"[pytest.param(2, marks=pytest.mark.{mark})]"
+    ranged = f"[pytest.param(n, marks={mark.upper()}) for n in range(9)]"
     text = f"""
 @pytest.mark.parametrize("n", {some})
 def test_some(): ...
@@ -128,11 +144,12 @@ def test_ranged(): ...
 @pytest.mark.parametrize("n", [1] + {ranged})
 def test_sum(): ...
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.nightly
+@pytest.mark.{mark}
 class TestAll: ...
 """
-    assert {name for name, nightly in in_text(text).items() if not nightly} == {
+    assert {name for name, left_out in in_text(text).items() if not left_out} == {
         "test_some",
         "test_sum",
     }
-    assert all(in_text(f"pytestmark = pytest.mark.nightly\n{text}").values())
+    assert all(in_text(f"pytestmark = pytest.mark.{mark}\n{text}").values())
+    assert all(in_text(f"pytestmark = [pytest.mark.{mark}, other]\n{text}").values())

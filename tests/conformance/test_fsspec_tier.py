@@ -29,6 +29,7 @@ class TestFsspecFiles(TierSuite):
         return FsspecTier("files", f"file://{folder}", ObjectSettings())
 
 
+@pytest.mark.full
 class TestFsspecMemory(TierSuite):
     sizes = SIZES
 
@@ -126,6 +127,7 @@ def test_a_failure_is_no_missing_file(tmp_path: Path):
     assert tier.get(key, limit=100) == b"manifest"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "key"),
     [

@@ -15,7 +15,7 @@ from tieredckpt.storage.object.tier import ObjectTier
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 from tieredckpt.testing.tier_suite import TierSuite
 
-SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES - 4096, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES + 12345)
+SIZES = (1, BLOCK_BYTES, 2 * BLOCK_BYTES - 4096, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 12345)
 """Around the least part, of two blocks, and several of them."""
 
 
@@ -34,16 +34,18 @@ class TestS3(TierSuite):
         return tier
 
 
+@pytest.mark.full
 class TestS3ThroughObstoreOnly(TestS3):
     """As behind a proxy of the environment, where requests of our own are not made."""
 
-    sizes = SIZES[2:]
+    sizes = SIZES[1:]
 
     @pytest.fixture(autouse=True)
     def _no_wire(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(object_tier, "_is_proxied", lambda origin: True)
 
 
+@pytest.mark.full
 class TestMemoryStore(TierSuite):
     """What Google's and Azure's stores go through, without a store behind it."""
 

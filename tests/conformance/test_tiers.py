@@ -33,22 +33,13 @@ class TestFileTierDirect(TierSuite):
         return FileTier("disk", folder, "run")
 
 
+@pytest.mark.full
 class TestFileTierBuffered(TierSuite):
     def make_tier(self, folder: Path) -> Tier:
         return FileTier("disk", folder, "run", direct=False)
 
 
-class TestFileTierOnTmpfs(TierSuite):
-    """Some kernels refuse O_DIRECT here when it is set, some take it."""
-
-    @pytest.fixture
-    def folder(self, runtime_dir: Path) -> Path:
-        return runtime_dir
-
-    def make_tier(self, folder: Path) -> Tier:
-        return FileTier("disk", folder, "run")
-
-
+@pytest.mark.full
 class TestFileTierDirectRefused(TierSuite):
     """A file system that takes the flag and refuses each transfer, as some network ones do."""
 
@@ -77,6 +68,7 @@ class TestFileTierDirectRefused(TierSuite):
         return FileTier("disk", folder, "run")
 
 
+@pytest.mark.full
 class TestFileTierWithoutLinks(TierSuite):
     """A file system that has no hard links: names are given by rename."""
 

@@ -15,9 +15,8 @@ from tests.support.agent import (
     spec_of,
     wait_until,
 )
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, NamespaceInUseError
 from tieredckpt.format.manifest import decode_manifest
-from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.holdings import decode_holdings
 from tieredckpt.storage.memory.slot import read_label, slot_capacity_of
 
@@ -62,15 +61,12 @@ def steps(client_holdings: bytes, tier: str = "memory") -> list[int]:
     return sorted(decode_manifest(f.manifest).step for f in facts.manifests if f.manifest)
 
 
+full = pytest.mark.full
 AGENT_POINTS = [
-    "agent.seal.after_label@4",
-    "agent.commit.before_manifest@4",
     "agent.commit.after_manifest@4",
-    "agent.spill.segment@3",
-    "agent.spill.after_manifest@3",
-    "agent.retention.after_manifest_delete@3",
-    "tier.file.write@4",
-    "tier.file.fsync@4",
+    pytest.param("agent.seal.after_label@4", marks=full),
+    pytest.param("agent.spill.segment@3", marks=full),
+    pytest.param("agent.retention.after_manifest_delete@3", marks=full),
 ]
 """Where the ring is in steady use. All points, at the first time: test_fault_matrix.py."""
 
@@ -109,17 +105,19 @@ def test_agent_killed(runtime_dir: Path, disk: Path, point: str):
 
 TRAINER_STAGES = {
     # stage of save 3: steps that must be there afterwards
-    "reserved 3": [1, 2],
     "writing 3": [1, 2],
-    "written 3": [1, 2],
     "sealed 3": [1, 2],
     "committing 3": [1, 2],
     "committed 3": [2, 3],
 }
+TRAINER_CASES = [
+    ("writing 3", False),
+    ("committed 3", True),
+    *(pytest.param(stage, True, marks=full) for stage in ("sealed 3", "committing 3")),
+]
 
 
-@pytest.mark.parametrize("agent_dies", [False, True], ids=["agent lives", "agent dies too"])
-@pytest.mark.parametrize("stage", TRAINER_STAGES)
+@pytest.mark.parametrize(("stage", "agent_dies"), TRAINER_CASES)
 def test_trainer_killed(runtime_dir: Path, stage: str, agent_dies: bool):
     """The last committed checkpoint is intact, and every slot of the dead comes back."""
     agent = AgentProcess(runtime_dir)
@@ -147,6 +145,7 @@ def test_trainer_killed(runtime_dir: Path, stage: str, agent_dies: bool):
         assert len(list(labels(runtime_dir))) == 3
 
 
+@full
 def test_a_session_without_revive_gets_a_clear_error(runtime_dir: Path):
     with AgentProcess(runtime_dir) as agent, FakeTrainer(runtime_dir, spec_of()) as trainer:
         trainer.save(1)
@@ -168,6 +167,7 @@ def test_spills_resume_without_a_trainer(runtime_dir: Path, disk: Path):
         assert steps(client.holdings("run"), "disk") == [1]
 
 
+@full
 def test_sigterm_during_a_spill_abandons_it_and_the_next_agent_takes_it_up(
     runtime_dir: Path, disk: Path
 ):
@@ -185,8 +185,6 @@ def test_sigterm_during_a_spill_abandons_it_and_the_next_agent_takes_it_up(
 
 
 def test_two_ranks_and_a_differing_configuration(runtime_dir: Path):
-    from tieredckpt.errors import NamespaceInUseError
-
     with AgentProcess(runtime_dir) as agent, FakeTrainer(runtime_dir, spec_of()) as first:
         with FakeTrainer(runtime_dir, spec_of(), rank=1) as second:
             first.save(1)
@@ -202,11 +200,3 @@ def test_two_ranks_and_a_differing_configuration(runtime_dir: Path):
                 FakeTrainer(runtime_dir, spec_of(keep_last=7))
             first.close()
             FakeTrainer(runtime_dir, spec_of(keep_last=7)).close()
-
-
-def test_progress_type(runtime_dir: Path):
-    with AgentProcess(runtime_dir), FakeTrainer(runtime_dir, spec_of()) as trainer:
-        saved = trainer.save(1)
-        assert trainer.client.progress(saved.save_id) == m.Progress(
-            levels={"memory": "done"}, errors={}
-        )

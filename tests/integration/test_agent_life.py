@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
+from tests.support.preloaded import context
 from tieredckpt.agent.host import launch, runtime
 from tieredckpt.agent.host.launch import find_or_start
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, what_it_survives
@@ -36,47 +36,27 @@ def agent_pid(runtime_dir: Path) -> int:
         return client.health().pid
 
 
-def test_sixteen_processes_get_one_agent(runtime_dir: Path):
-    code = (
-        "import sys; from pathlib import Path;"
-        "from tieredckpt.agent.host.launch import find_or_start;"
-        "from tieredckpt.rpc.agent_client import AgentClient;"
-        "path = find_or_start(Path(sys.argv[1]), start_timeout_s=60);"
-        "print(AgentClient(path).health().pid)"
-    )
-    starters = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code, str(runtime_dir)],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for _ in range(16)
-    ]  # fmt: skip
-    pids = {starter.communicate(timeout=120)[0].strip() for starter in starters}
-    assert [starter.returncode for starter in starters] == [0] * 16
-    assert len(pids) == 1
-    assert (runtime_dir / "agent.lock").read_text().strip() in pids
+def starts(runtime_dir: Path, answer: Any) -> None:
+    path = find_or_start(runtime_dir, start_timeout_s=60)
+    answer.send(agent_pid(path))
+
+
+def test_eight_processes_get_one_agent_that_outlives_them(runtime_dir: Path):
+    answers, theirs = context.Pipe(duplex=False)
+    starters = [context.Process(target=starts, args=(runtime_dir, theirs)) for _ in range(8)]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join(120)
+    assert [starter.exitcode for starter in starters] == [0] * 8
+    (pid,) = {answers.recv() for _ in starters}
+    assert (runtime_dir / "agent.lock").read_text().strip() == str(pid)
     assert (runtime_dir / "agent.log").read_text().count(" serves ") == 1
-
-
-def test_a_detached_agent_outlives_its_starter(runtime_dir: Path):
-    code = (
-        "import sys; from pathlib import Path;"
-        "from tieredckpt.agent.host.launch import find_or_start;"
-        "find_or_start(Path(sys.argv[1]), start_timeout_s=60); print('up', flush=True); input()"
-    )
-    starter = subprocess.Popen(
-        [sys.executable, "-c", code, str(runtime_dir)],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with starter:
-        assert starter.stdout is not None
-        assert starter.stdout.readline() == "up\n"
-        pid = agent_pid(runtime_dir)
-        assert os.getsid(pid) != os.getsid(starter.pid)
-        starter.kill()
     assert agent_pid(runtime_dir) == pid
+    assert os.getsid(pid) != os.getsid(0)
 
 
+@pytest.mark.full
 def test_it_is_small(runtime_dir: Path, tmp_path: Path):
     with AgentProcess(runtime_dir, new=True):
         spec = spec_of(tiers={"disk": tmp_path / "disk"})
@@ -89,20 +69,6 @@ def test_it_is_small(runtime_dir: Path, tmp_path: Path):
         assert status.rss_bytes < RSS_BYTES_MAX, status.rss_bytes / 2**20
         maps = Path(f"/proc/{status.health.pid}/maps").read_text()
         assert "libtorch" not in maps
-
-
-def test_it_imports_nothing_that_it_does_not_need():
-    code = "import sys, json, tieredckpt.agent.daemon; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
-    assert not loaded & {"torch", "rich", "matplotlib", "click"}
 
 
 def test_only_one_agent_runs_in_a_folder(runtime_dir: Path):
@@ -125,13 +91,6 @@ def test_sigterm_is_a_clean_stop_and_keeps_checkpoints(runtime_dir: Path):
             trainer.check(saved)
 
 
-def test_a_client_can_stop_it(runtime_dir: Path):
-    with AgentProcess(runtime_dir) as agent:
-        with agent.client() as client:
-            client.shutdown()
-        assert agent.wait_end() == 0
-
-
 def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
     agent = AgentProcess(runtime_dir)
     agent.kill()
@@ -142,6 +101,7 @@ def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
     assert agent_pid(runtime_dir) != agent.pid
 
 
+@pytest.mark.full
 def test_an_agent_that_dies_while_it_is_asked(runtime_dir: Path):
     """It took the connection and said nothing: the starter waits for its end, and starts one."""
     runtime_dir.mkdir(mode=0o700, exist_ok=True)
@@ -161,6 +121,7 @@ def test_an_agent_that_dies_while_it_is_asked(runtime_dir: Path):
     assert agent_pid(runtime_dir) != os.getpid()
 
 
+@pytest.mark.full
 def test_an_agent_that_dies_between_a_grant_and_its_slot(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -213,6 +174,7 @@ def test_a_forked_child_does_not_prolong_a_session(runtime_dir: Path):
             os.close(ready_w)
 
 
+@pytest.mark.full
 def test_idle_timeout(runtime_dir: Path):
     with AgentProcess(runtime_dir, idle_timeout_s=0.6) as agent:
         with FakeTrainer(runtime_dir, spec_of()) as trainer:
@@ -224,18 +186,7 @@ def test_idle_timeout(runtime_dir: Path):
     assert len(list((runtime_dir / "slots").iterdir())) >= 1
 
 
-def test_a_deleted_runtime_folder_ends_it(runtime_dir: Path):
-    with AgentProcess(runtime_dir) as agent:
-        shutil.rmtree(runtime_dir)
-        assert agent.wait_end() == 0
-
-
-def test_the_log_has_times_and_a_bound(runtime_dir: Path):
-    with AgentProcess(runtime_dir) as agent:
-        line = agent.log().splitlines()[0]
-        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ tieredckpt", line)
-
-
+@pytest.mark.full
 def test_a_start_that_fails_shows_the_end_of_the_log(runtime_dir: Path):
     (runtime_dir / "slots").write_text("in the way")
     with pytest.raises(AgentError, match="ended while starting") as caught:
@@ -317,7 +268,7 @@ def open_folder(runtime_dir: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("below", ["", "x", "x/y"])
+@pytest.mark.parametrize("below", ["", "x/y"])
 def test_a_link_that_another_user_has_planted(open_folder: Path, below: str):
     """It leads into a folder of ours, in which nothing is to be made; or later into one of his."""
     private = open_folder.parent / "private"

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.ports import hold_port
 from tests.support.preloaded import context
 from tests.support.tables import NAMESPACE, TableHosts
 from tieredckpt.live import store as store_module
@@ -31,11 +31,17 @@ from tieredckpt.live.store import AgentStore
 from tieredckpt.rpc.messages.agent import HostEntry
 
 LONG = timedelta(seconds=60)
-RANKS = 4
+RANKS = 2
 
 
 class Ended(BaseException):
     """As WorldChanged."""
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on requests that fail are not repeated for ten seconds."""
+    return lambda: monkeypatch.setattr(store_module, "DEADLINE_S", 0.0)
 
 
 def never() -> None:
@@ -82,11 +88,7 @@ def test_keys_are_spread_over_the_hosts(hosts: TableHosts, make: Callable[..., A
     other.close()
 
 
-@pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize("prefixed", [False, True])
-def test_a_wait_ends_with_its_generation(
-    make: Callable[..., AgentStore], host: int, prefixed: bool
-):
+def test_a_wait_ends_with_its_generation(make: Callable[..., AgentStore]):
     ended = threading.Event()
 
     def check() -> None:
@@ -94,19 +96,17 @@ def test_a_wait_ends_with_its_generation(
             raise Ended
 
     store = make(check)
-    key = key_of(store, host)
-    used = dist.PrefixStore("p", store) if prefixed else store
     threading.Timer(0.1, ended.set).start()
-    began_s = time.monotonic()
-    with pytest.raises(Ended):
-        used.wait([key], LONG)
-    assert time.monotonic() - began_s < 3 * store_module.CHECK_S
+    for each in (store, dist.PrefixStore("p", store)):
+        with pytest.raises(Ended):
+            each.wait([key_of(store, 1)], LONG)  # else a time-out
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_an_agent_that_was_restarted_is_named(
     hosts: TableHosts, make: Callable[..., AgentStore], host: int
 ):
+    """And the other one serves its keys."""
     store = make()
     key = key_of(store, host)
     store.set(key, "x")
@@ -118,9 +118,9 @@ def test_an_agent_that_was_restarted_is_named(
     assert store.get(other) == b"x"
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_lost_agent_is_named_and_the_end_of_the_generation_is_the_better_reason(
-    hosts: TableHosts, make: Callable[..., AgentStore], host: int
+    hosts: TableHosts, make: Callable[..., AgentStore], once: Callable[[], None], host: int
 ):
     ended = threading.Event()
 
@@ -132,6 +132,7 @@ def test_a_lost_agent_is_named_and_the_end_of_the_generation_is_the_better_reaso
     key = key_of(store, host)
     store.set(key, "x")
     hosts.hosts[host].agent.kill()
+    once()
     with pytest.raises(dist.DistStoreError, match=rf"host h{host}: .*answer"):
         store.get(key)
     ended.set()
@@ -147,23 +148,25 @@ def test_closing_ends_requests_to_a_host_that_does_not_answer(
     store.set(key, "x")
     os.kill(hosts.hosts[1].agent.pid, signal.SIGSTOP)
     threading.Timer(0.2, store.close).start()
-    began_s = time.monotonic()
     try:
         with pytest.raises(dist.DistStoreError, match=r"host h1: .*closed"):
-            store.get(key)
+            store.get(key)  # a time-out has another message
     finally:
         os.kill(hosts.hosts[1].agent.pid, signal.SIGCONT)
-    assert time.monotonic() - began_s < store_module.DEADLINE_S / 2
 
 
-def test_a_value_that_is_too_large_is_refused(make: Callable[..., AgentStore]):
+def test_a_value_that_is_too_large_is_refused(
+    make: Callable[..., AgentStore], once: Callable[[], None]
+):
     store = make()
-    for host in (0, 1):
-        key = key_of(store, host)
+    keys = [key_of(store, host) for host in (0, 1)]
+    for key in keys:
         store.set(key, bytes(1_000_000))
+        assert store.get(key) == bytes(1_000_000)
+    once()
+    for key in keys:
         with pytest.raises(dist.DistStoreError, match="limit is 1048576"):
             store.set(key, bytes(1 << 20))
-        assert store.get(key) == bytes(1_000_000)
 
 
 # --- process groups ---------------------------------------------------------------------------
@@ -204,10 +207,8 @@ def _server(port: int, rank: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
 
 
-def run(
-    make: Callable[[int], dist.Store], begun: Callable[[list[int]], None] = lambda pids: None
-) -> list[list[int]]:
-    """What each rank gathered. ``begun``: called with the ranks' process ids before they begin."""
+def run(make: Callable[[int], dist.Store], begun: Callable[[list[int]], None]) -> None:
+    """Ranks that use groups. ``begun``: called with their process ids before they begin."""
     ranks = []
     for rank in range(RANKS):
         mine, theirs = context.Pipe()
@@ -226,15 +227,7 @@ def run(
         process.join(20)
         assert process.exitcode == 0
     assert len({gradients for _, gradients in replies}) == 1
-    return [found for found, _ in replies]
-
-
-def test_groups_meshes_fsdp_and_objects_over_two_agents(hosts: TableHosts):
-    """Twice: a generation has a table of its own, so it finds no stale key."""
-    homes = [host.runtime_dir for host in hosts.hosts]
-    for table in ("g1", "g2"):
-        found = run(functools.partial(_agents, homes, table, hosts.entries))
-        assert found == [[0, 11, 22, 33]] * RANKS
+    assert [found for found, _ in replies] == [[0, 11]] * RANKS
 
 
 @contextlib.contextmanager
@@ -264,12 +257,11 @@ def listens(folder: Path, make: Callable[[int], dist.Store]) -> list[int]:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_no_rank_listens_for_a_store(hosts: TableHosts, tmp_path: Path):
     """gloo's own sockets are the same with a TCPStore, whose first rank has one more."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with_server = listens(tmp_path / "server", functools.partial(_server, port))
+    with socket.socket() as held:
+        make = functools.partial(_server, hold_port(held))
+        with_server = listens(tmp_path / "server", make)
     gloo = with_server[1]
-    assert with_server == [gloo + 1, gloo, gloo, gloo]
+    assert with_server == [gloo + 1, gloo]
     homes = [host.runtime_dir for host in hosts.hosts]
     make = functools.partial(_agents, homes, "traced", hosts.entries)
     assert listens(tmp_path / "agents", make) == [gloo] * RANKS

@@ -31,12 +31,11 @@ from tests.integration.test_async_save import (
     plain,
     scribble,
     sharded,
-    trains,
 )
 from tests.support.faults import eventually
 from tests.support.preloaded import context, fork_for_dcp
 from tests.support.ranks import run_ranks
-from tests.support.states import blank, config, load, manifest_of, same, save
+from tests.support.states import config, manifest_of, save
 from tieredckpt import failpoints
 from tieredckpt.engine import Engine
 from tieredckpt.testing.dcp.process_executor import meet_on_loopback
@@ -77,6 +76,7 @@ def alone(rank: int, runtime_dir: str) -> None:
         assert os.getpgid(pid) == pid  # torchrun and Slurm signal the trainer's whole group
 
 
+@pytest.mark.full
 def test_one_rank(runtime_dir: Path):
     run_ranks(alone, 1, str(runtime_dir))
 
@@ -178,6 +178,7 @@ def loses_its_process(rank: int, runtime_dir: str) -> None:
         assert manifest_of(engine, 9).seq == manifest_of(engine, 7).seq + 2
 
 
+@pytest.mark.full
 def test_the_process_is_killed(runtime_dir: Path):
     run_ranks(loses_its_process, 2, str(runtime_dir))
 
@@ -206,6 +207,7 @@ def caches_plans(rank: int, runtime_dir: str) -> None:
         assert [each.step for each in engine.checkpoints()][:3] == [8, 7, 6]
 
 
+@pytest.mark.full
 def test_cached_plans_and_a_new_agent(runtime_dir: Path):
     run_ranks(caches_plans, 2, str(runtime_dir))
 
@@ -228,6 +230,7 @@ def skips(rank: int, runtime_dir: str) -> None:
         assert [each.step for each in engine.checkpoints()] == [5, 4, 3]
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_write(runtime_dir: Path):
     run_ranks(skips, 2, str(runtime_dir))
 
@@ -278,29 +281,3 @@ def _is_stopped(process: int) -> bool:
     facts = Path(f"/proc/self/fdinfo/{process}").read_text()
     pid = next(line.split()[1] for line in facts.splitlines() if line.startswith("Pid:"))
     return "\nState:\tT" in Path(f"/proc/{pid}/status").read_text()
-
-
-@pytest.mark.nightly
-def test_fsdp_with_an_optimizer(runtime_dir: Path):
-    straight = run_ranks(trains, 2, str(runtime_dir), None, "process")
-    resumed = run_ranks(trains, 2, str(runtime_dir), 3)
-    assert [each[4:] for each in straight] == resumed
-
-
-def in_a_sub_group(rank: int, runtime_dir: str) -> None:
-    """The other rank knows nothing of it."""
-    with opened(runtime_dir) as engine:
-        group = dist.new_group([1])
-        if rank == 1:
-            for step in (1, 2):
-                state = mixed(step)
-                wanted = plain(state)
-                future = engine.async_save(state, step, stream="mine", process_group=group)
-                future.result(WAIT_S)
-                got = blank(wanted)
-                load(got, engine.reader(step, "mine"), process_group=group)
-                assert same(got, wanted)
-
-
-def test_a_sub_group_alone(runtime_dir: Path):
-    run_ranks(in_a_sub_group, 2, str(runtime_dir))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
+import runpy
+import socket
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.commands import tieredckpt
 from tests.support.states import config, save
 from tieredckpt.engine import Engine
 
@@ -28,16 +33,27 @@ def place(runtime_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bench(place: Path, *words: str, code: int = 0) -> Any:
+def bench(
+    place: Path, *words: str, first: Callable[[], object] | None = None, code: int = 0
+) -> Any:
     """The result of a benchmark, or the error."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = subprocess.run(
-        [sys.executable, "-m", "tieredckpt", "bench", *words, "--config", f"{place}/c.yaml"],
-        capture_output=True, text=True, check=False, timeout=500,
-        env={k: v for k, v in os.environ.items() if k not in names},
-    )  # fmt: skip
+    found = tieredckpt("bench", *words, "--config", f"{place}/c.yaml", first=first)
     assert found.returncode == code, found.stderr
     return json.loads(found.stdout) if code == 0 else found.stderr
+
+
+def as_rank(rank: int = 0, ranks: int = 1, port: int = 0) -> None:
+    """As below another launcher, whose process becomes the rank: here without a new one."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    def become(_: str, command: list[str]) -> None:
+        sys.argv = command[2:]
+        runpy.run_module("tieredckpt.bench", run_name="__main__")
+        sys.stdout.flush()
+        sys.exit(0)
+
+    os.execv = become  # type: ignore[assignment]
 
 
 def assert_nothing_is_left(place: Path, runtime_dir: Path) -> None:
@@ -46,7 +62,20 @@ def assert_nothing_is_left(place: Path, runtime_dir: Path) -> None:
 
 
 def test_saves_of_two_ranks(place: Path, runtime_dir: Path):
-    found = bench(place, "save", *SMALL, "--ranks", "2", "--saves", "3", "--every", "1ms", "--json")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ("save", *SMALL, "--saves", "3", "--every", "1ms", "--json", "--config")
+    with ThreadPoolExecutor(2) as pool:
+        second, first = pool.map(
+            lambda rank: tieredckpt(
+                "bench", *words, f"{place}/c.yaml", first=functools.partial(as_rank, rank, 2, port)
+            ),
+            (1, 0),
+        )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert not second.stdout
+    found = json.loads(first.stdout)
     assert (found["ranks"], found["tensors"]) == (2, 4)
     assert (found["state_bytes"], found["rank_bytes"]) == (2 << 20, 1 << 20)
     assert len(found["stall_s"]) == 3
@@ -57,7 +86,7 @@ def test_saves_of_two_ranks(place: Path, runtime_dir: Path):
 
 
 def test_recoveries_from_memory_and_from_a_tier(place: Path, runtime_dir: Path):
-    found = bench(place, "recover", *SMALL, "--ranks", "2", "--times", "1", "--json")
+    found = bench(place, "recover", *SMALL, "--ranks", "1", "--times", "1", "--json")
     assert [each["source"] for each in found["recoveries"]] == ["memory", "disk"]
     for each in found["recoveries"]:
         assert list(each["bytes_by_tier"]) == [each["source"]], "from nowhere else"
@@ -70,7 +99,7 @@ def test_a_comparison_with_the_shapes_of_a_checkpoint(place: Path, runtime_dir: 
         save(engine, 3, {"a": torch.zeros(5, 3), "n": torch.arange(4), "x": 3})
         engine.wait(3, "disk")
     words = ("--like", "3", "--rounds", "2", "--folder", f"{place}/d", "--json")
-    found = bench(place, "compare", *words)
+    found = bench(place, "compare", *words, first=as_rank)
     assert (found["tensors"], found["state_bytes"]) == (2, 5 * 3 * 4 + 4 * 8)
     ours = ["tieredckpt async", "tieredckpt sync"]
     others = [f"DCP {kind} to {place}/d" for kind in ("async", "sync")]
@@ -93,15 +122,6 @@ def test_what_is_refused(place: Path, runtime_dir: Path):
 
 def test_a_rank_of_another_launcher_that_fails_leaves_no_agent(place: Path, runtime_dir: Path):
     (place / "tier").write_text("a file where the tier's folder should be")
-    alone = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-    }  # fmt: skip
-    found = subprocess.run(
-        [sys.executable, "-m", "tieredckpt", "bench", "save", *SMALL, "--config",
-         f"{place}/c.yaml"],
-        capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **alone},
-    )  # fmt: skip
-    assert found.returncode == 1
-    assert "error: rank 0: whether this namespace holds checkpoints is not known" in found.stderr
+    found = bench(place, "save", *SMALL, first=as_rank, code=1)
+    assert "error: rank 0: whether this namespace holds checkpoints is not known" in found
     assert not list(runtime_dir.glob("tieredckpt-bench-*"))

@@ -79,14 +79,7 @@ def test_the_plan_is_made_from_all_hosts_that_answer(runtime_dir: Path, plan: Pl
         assert "could not answer: host h2" in text
 
 
-def test_one_host_alone_is_not_asked_for_others(runtime_dir: Path, plan: Plan):
-    with Job(runtime_dir, 1, replicas=0) as job:
-        job.save(1)
-        code, found, _ = plan(job.hosts[0].runtime, "--json")
-        assert code == 0
-        assert found["hosts"] == {"asked": ["h0"], "silent": {}}
-
-
+@pytest.mark.full
 def test_doctor_compares_the_clocks_of_hosts(
     runtime_dir: Path, run: Plan, monkeypatch: pytest.MonkeyPatch
 ):

@@ -112,6 +112,7 @@ def test_a_tier_that_fails_is_warned_of_by_step_and_place(
     assert held(tmp_path / "disk")[-1] == 2
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("starts_agent")
 def test_an_agent_that_is_gone_is_named(
     runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -15,12 +15,10 @@ from tests.support.faults import (
     Trainer,
     eventually,
     new_runtime_dir,
-    on_all,
-    ranks,
     remove_runtime_dir,
     small_tmpfs,
 )
-from tieredckpt.errors import CapacityError, NoRecoverableCheckpointError, WaitError
+from tieredckpt.errors import CapacityError, NoRecoverableCheckpointError
 
 OPTIONS = {"seed": 5, "mib": 4.0}
 
@@ -94,53 +92,6 @@ def test_a_full_disk(runtime_dir: Path, tmp_path: Path):
         check_disk_alone(disk, 4, **OPTIONS)
 
 
-def test_a_disk_that_is_full_at_a_restart(runtime_dir: Path, tmp_path: Path):
-    with mounted(tmp_path / "disk", 14 * MIB) as disk:
-        site = Site(runtime_dir, disk)
-        with site.opened(**OPTIONS) as trainer:
-            trainer.save(1)
-            trainer.wait(1, "disk")
-            ballast = fill(disk)
-            trainer.save(2)
-        site.kill_agent()
-        with site.opened(**OPTIONS) as trainer:
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong, loaded.refused) == (2, [], ())
-            trainer.save(3)
-            eventually(lambda: tier_of(trainer).error is not None)
-            ballast.unlink()
-            trainer.wait(3, "disk")
-        site.kill_agent()
-        check_disk_alone(disk, 3, **OPTIONS)
-
-
-def test_a_disk_that_is_full_when_the_folder_is_made(runtime_dir: Path, tmp_path: Path):
-    with mounted(tmp_path / "disk", 14 * MIB) as disk:
-        ballast = fill(disk)
-        site = Site(runtime_dir, disk)
-        with site.opened(**OPTIONS) as trainer:
-            trainer.load(fresh_start=True)
-            trainer.save(1)
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong) == (1, [])
-            ballast.unlink()
-            trainer.save(2)
-            trainer.wait(2, "disk")
-        site.kill_agent()
-        check_disk_alone(disk, 2, **OPTIONS)
-
-
-def test_one_write_fails_under_two_ranks(runtime_dir: Path, tmp_path: Path):
-    site = Site(runtime_dir, tmp_path / "disk")
-    with ranks(2, **OPTIONS) as group:
-        on_all(group, lambda rank: ("open", site.config, "tier.file.write=enospc@4"))
-        for step in (1, 2, 3):
-            on_all(group, lambda rank, step=step: ("save", step))
-        group[0].wait(3, "disk")
-    site.kill_agent()
-    check_disk_alone(tmp_path / "disk", 3, **OPTIONS, saved_by=2)
-
-
 def test_a_failing_disk_spoils_no_other(runtime_dir: Path, tmp_path: Path):
     """Two tiers, one of them full: the other one is up to date."""
     with mounted(tmp_path / "full", 14 * MIB) as full:
@@ -165,6 +116,7 @@ def test_a_failing_disk_spoils_no_other(runtime_dir: Path, tmp_path: Path):
         check_disk_alone(tmp_path / "disk", 5, **OPTIONS)
 
 
+@pytest.mark.full
 def test_a_disk_that_disappears_and_comes_back(runtime_dir: Path, tmp_path: Path):
     """The tier's folder is replaced by a file: unavailable, shown, and found again."""
     disk = tmp_path / "disk"
@@ -242,6 +194,7 @@ def test_capacity_too_small(runtime_dir: Path, tmp_path: Path):
         trainer.wait(2, "disk")
 
 
+@pytest.mark.full
 def test_a_tmpfs_that_is_too_small(tmp_path: Path):
     """As containers have it: CapacityError that says what to do, never SIGBUS."""
     with mounted(tmp_path / "shm", 16 * MIB) as shm:
@@ -258,87 +211,3 @@ def test_a_tmpfs_that_is_too_small(tmp_path: Path):
                 trainer.save(step)
             trainer.wait(4, "disk")
             assert trainer.load().wrong == []
-
-
-def test_a_tmpfs_that_others_fill(tmp_path: Path):
-    """Slots are there already, records are not: saves fail cleanly or work, and nothing is lost."""
-    with mounted(tmp_path / "shm", 64 * MIB) as shm:
-        (runtime_dir := shm / "run").mkdir(mode=0o700)
-        site = Site(runtime_dir, tmp_path / "disk")
-        with site.opened(**OPTIONS) as trainer:
-            for step in (1, 2, 3):
-                trainer.save(step)
-            trainer.wait(3, "disk")
-            ballast = fill(shm)
-            with (shm / "more").open("wb") as more:  # the last page that is left
-                try:
-                    while True:
-                        os.write(more.fileno(), bytes(4096))
-                except OSError:
-                    pass
-            done, failed = [3], []
-            for step in (4, 5, 6):
-                try:
-                    trainer.save(step)
-                    done.append(step)
-                except CapacityError:
-                    failed.append(step)
-            found = trainer.checkpoints()
-            assert found[0][0] == done[-1]
-            assert not {step for step, _, _ in found} & set(failed)
-            for step, save_id, _ in found:
-                assert trainer.load_save(save_id, step).wrong == []
-            try:
-                assert trainer.load().step == done[-1]
-            except CapacityError:
-                pass  # it could not note that a new attempt begins, and says so
-            ballast.unlink()
-            (shm / "more").unlink()
-            for step in (7, 8):
-                trainer.save(step)
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong, loaded.refused) == (8, [], ())
-            trainer.wait(8, "disk")
-        site.kill_agent()
-        with site.opened(**OPTIONS) as trainer:
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong, loaded.refused) == (8, [], ())
-            eventually(lambda: (status := trainer.status()).slots - status.free_slots == site.keep)
-
-
-def test_a_restart_on_a_full_tmpfs(tmp_path: Path):
-    """A new agent and a new trainer need hardly any room of their own to bring the run back."""
-    with mounted(tmp_path / "shm", 64 * MIB) as shm:
-        (runtime_dir := shm / "run").mkdir(mode=0o700)
-        site = Site(runtime_dir, None)
-        with site.opened(**OPTIONS) as trainer:
-            for step in (1, 2, 3):
-                trainer.save(step)
-        site.kill_agent()
-        ballast = fill(shm, leave=512 << 10)
-        with site.opened(**OPTIONS) as trainer:
-            loaded = trainer.load()
-            assert (loaded.step, loaded.wrong, loaded.refused) == (3, [], ())
-            ballast.unlink()
-            trainer.save(4)
-            assert trainer.load().step == 4
-
-
-def test_superseded_is_said(runtime_dir: Path, tmp_path: Path):
-    """Behind a full disk the oldest waiting ones are given up; who waits for one hears of it."""
-    with mounted(tmp_path / "disk", 24 * MIB) as disk:
-        site = Site(runtime_dir, disk)
-        with site.opened(**OPTIONS) as trainer:
-            trainer.save(1)
-            trainer.wait(1, "disk")
-            ballast = fill(disk)
-            for step in range(2, 7):
-                trainer.save(step)
-            with pytest.raises(WaitError) as caught:
-                trainer.wait(3, "disk", 20.0)
-            assert caught.value.reason in ("superseded", "not_found")
-            with pytest.raises(WaitError) as caught:
-                trainer.wait(6, "disk", 0.5)
-            assert caught.value.reason == "timeout"
-            ballast.unlink()
-            trainer.wait(6, "disk")

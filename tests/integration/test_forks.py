@@ -26,11 +26,8 @@ from tieredckpt.errors import (
     NamespaceInUseError,
     NoRecoverableCheckpointError,
     StaleAttemptError,
-    TieredCkptError,
-    TierUnavailableError,
 )
 from tieredckpt.format.manifest import Manifest, decode_attempt, encode_attempt
-from tieredckpt.recovery.plan import RecoveryPlan, plan_recovery
 from tieredckpt.rpc.messages import agent as m
 
 LONG_S = 120.0
@@ -60,9 +57,12 @@ def stop_here(trainer: Trainer, point: str, command: str, *args: Any) -> None:
     wait_until(lambda: state_of(trainer.pid) == "T", deadline_s=LONG_S)
 
 
+full = pytest.mark.full
 POINTS = [
-    "save.attempt.before", "save.attempt.after", "save.commit.before",
-]  # fmt: skip
+    "save.attempt.before",
+    pytest.param("save.attempt.after", marks=full),
+    pytest.param("save.commit.before", marks=full),
+]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -90,8 +90,8 @@ def test_a_first_save_that_pauses_for_a_whole_other_run(site: Site, point: str):
         last.save(50)
 
 
-@pytest.mark.parametrize("witness", ["another stream", "its record alone"])
-def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: str):
+@full
+def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path):
     """What a roll-back left is all that there is: an error says so, and how to have it."""
     site = Site(runtime_dir, None, keep=5)
     with site.forked_agent():
@@ -101,8 +101,7 @@ def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: 
         with site.opened() as run:
             assert run.load(step=10, abandon_newer=True).step == 10
             steps[11] = run.save(11)
-            if witness == "another stream":
-                run.save(11, "other")
+            run.save(11, "other")
     lost = [steps[10], steps[11]]
     gone = [path for path in runtime_dir.rglob("*") if path.is_file() and path.stem in lost]
     assert len(gone) >= 2
@@ -118,27 +117,6 @@ def test_none_is_only_where_there_is_nothing_at_all(runtime_dir: Path, witness: 
         run.save(30)
         assert run.load_save(steps[20], 20).wrong == []
         assert run.load().step == 30
-
-
-def test_a_roll_back_outlives_what_was_saved_after_it(runtime_dir: Path):
-    """What a person went back behind is not loaded when that is lost, but what it went back to."""
-    site = Site(runtime_dir, None, keep=5)
-    with site.forked_agent():
-        with site.opened() as run:
-            assert run.load().step is None
-            for step in (10, 20):
-                run.save(step)
-        with site.opened() as run:
-            assert run.load(step=10, abandon_newer=True).step == 10
-            lost = run.save(11)
-    gone = [path for path in runtime_dir.rglob("*") if path.is_file() and path.stem == lost]
-    assert gone
-    for path in gone:
-        path.unlink()
-    with site.forked_agent(), site.opened() as run:
-        assert run.load().step == 10
-        run.save(12)
-        assert run.load().step == 12
 
 
 # --- a bucket -------------------------------------------------------------------------------------
@@ -190,7 +168,8 @@ def test_the_second_claimant_of_a_bucket_stops_at_its_first_save(runtime_dir: Pa
             last.wait(50, "bucket")
 
 
-@pytest.mark.parametrize("point", ["save.attempt.after", "save.commit.before", "save.commit.after"])
+@full
+@pytest.mark.parametrize("point", ["save.attempt.after", "save.commit.after"])
 def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path: Path, point: str):
     with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
         with one.opened() as begun:
@@ -210,7 +189,7 @@ def test_a_claim_without_an_upload_locks_nobody_out(runtime_dir: Path, tmp_path:
             assert last.load().step == 50
 
 
-@pytest.mark.parametrize("fate", ["kill", "stop"])
+@pytest.mark.parametrize("fate", ["kill", pytest.param("stop", marks=full)])
 def test_a_claim_that_came_after_the_load_of_an_empty_bucket(
     runtime_dir: Path, tmp_path: Path, fate: str
 ):
@@ -240,24 +219,7 @@ def test_a_claim_that_came_after_the_load_of_an_empty_bucket(
             assert last.load().step == 30
 
 
-def test_of_two_first_starts_one_has_the_bucket(runtime_dir: Path, tmp_path: Path):
-    """Also while what it has saved is in its memory alone."""
-    bucket = tmp_path / "bucket"
-    with islands(runtime_dir, bucket, 2) as (one, other):
-        with one.opened() as live, other.opened() as second:
-            assert (live.load().step, second.load().step) == (None, None)
-            stop_here(live, "save.commit.after", "save", 10)
-            for step in (20, 21, 22):
-                with pytest.raises(NamespaceInUseError):
-                    second.save(step)
-            live.signal(signal.SIGCONT)
-            live.result()
-            live.save(11)
-            live.wait(11, "bucket")
-        with other.opened() as last:
-            assert last.load().step == 11
-
-
+@full
 @pytest.mark.parametrize("kind", ["cut", "another namespace's"])
 def test_a_claim_that_nobody_can_read_ends_nobody(runtime_dir: Path, tmp_path: Path, kind: str):
     """The live job goes on, and so does the next start."""
@@ -281,46 +243,6 @@ def test_a_claim_that_nobody_can_read_ends_nobody(runtime_dir: Path, tmp_path: P
                 again.wait(step, "bucket")
 
 
-def test_an_old_host_that_reaches_the_bucket_alone_does_not_win_by_its_number(
-    runtime_dir: Path, tmp_path: Path
-):
-    """It was started again and again where the bucket was away, so its number is the highest."""
-    bucket = tmp_path / "bucket"
-    with islands(runtime_dir, bucket, 2) as (one, old):
-        for each in (one, old):
-            with each.opened() as begun:
-                found = begun.load().step
-                assert found in (None, 20)
-                begun.save(20 if found is None else 21)
-                begun.wait(20 if found is None else 21, "bucket")
-        bucket.rename(aside := tmp_path / "aside")
-        bucket.write_text("in the way")
-        for step in (22, 23, 24):
-            with old.opened() as side:
-                side.load()
-                branch = side.save(step)
-            old.site.kill_agent()
-            old.site = Site(old.site.runtime_dir, None, keep=3, more=old.more)
-            with old.site.forked_agent():
-                pass
-        bucket.unlink()
-        aside.rename(bucket)
-        with one.opened() as live:
-            assert live.load().step == 21
-            live.save(50)
-            live.wait(50, "bucket")
-            with old.site.forked_agent(), old.opened() as side:
-                with pytest.raises(NoRecoverableCheckpointError, match="did not know of each"):
-                    side.load()
-                with pytest.raises(TieredCkptError):
-                    side.save(25)
-                assert side.load_save(branch, 24).wrong == []
-            live.save(51)
-            live.wait(51, "bucket")
-        with one.opened() as live:
-            assert live.load().step == 51
-
-
 def went_on_beside(
     one: Island, other: Island, live_at: tuple[int, ...], side_at: tuple[int, ...]
 ) -> dict[int, str]:
@@ -338,7 +260,14 @@ def went_on_beside(
         return saved | {step: live.save(step) for step in live_at}
 
 
-@pytest.mark.parametrize("goes_on", ["who lived on", "who took over", "who is not marked"])
+@pytest.mark.parametrize(
+    "goes_on",
+    [
+        "who lived on",
+        pytest.param("who took over", marks=full),
+        pytest.param("who is not marked", marks=full),
+    ],
+)
 def test_who_got_further_without_knowing_is_not_left_without_a_word(
     runtime_dir: Path, tmp_path: Path, goes_on: str
 ):
@@ -370,6 +299,7 @@ def test_who_got_further_without_knowing_is_not_left_without_a_word(
             assert last.load().step == 50
 
 
+@full
 def test_who_did_not_get_so_far_is_named_when_it_is_left(runtime_dir: Path, tmp_path: Path):
     """The later one is loaded; what the other one was told is saved is a branch, and is named."""
     with islands(runtime_dir, tmp_path / "bucket", 2) as (one, other):
@@ -398,16 +328,14 @@ def cut_off(*hosts: PeerHost) -> Iterator[None]:
             os.kill(host.agent.pid, signal.SIGCONT)
 
 
-def branch_off(
-    job: Job, live: list[PeerHost], old: PeerHost, base: Manifest, *tiers: str
-) -> list[Manifest]:
+def branch_off(job: Job, live: list[PeerHost], old: PeerHost, base: Manifest) -> list[Manifest]:
     """What ``old`` saves from ``base`` on while the agents of ``live`` are dead: what it sends them
     then lies in no socket of theirs, so that they know nothing of it when they are back.
     """
     for host in live:
         host.agent.kill()
     start(job, [old], base)
-    return [save(job, step, [old], *tiers) for step in (21, 22)]
+    return [save(job, step, [old]) for step in (21, 22)]
 
 
 def start(job: Job, hosts: list[PeerHost], base: Manifest | None) -> None:
@@ -427,12 +355,12 @@ def meet(job: Job) -> None:
         host.set_peers(entries, leader.name, job.replicas)
 
 
-def save(job: Job, step: int, hosts: list[PeerHost], *tiers: str) -> Manifest:
+def save(job: Job, step: int, hosts: list[PeerHost]) -> Manifest:
     """As an engine does, which opens another attempt where its host knows of a fork."""
     trainer = hosts[0].trainer
     for last in (False, True):
         try:
-            return job.save(step, hosts, tiers=tiers)
+            return job.save(step, hosts)
         except StaleAttemptError as error:
             if last or not error.same_run:
                 raise
@@ -441,120 +369,13 @@ def save(job: Job, step: int, hosts: list[PeerHost], *tiers: str) -> Manifest:
     raise AssertionError
 
 
-def plan(host: PeerHost) -> RecoveryPlan:
-    return plan_recovery([host.trainer.holdings()])
-
-
 def known_to(host: PeerHost, *saved: Manifest) -> bool:
     return {each.save_id for each in saved} <= host.save_ids()
 
 
-def test_replicated_checkpoints_outlive_a_host_of_an_older_line(runtime_dir: Path):
-    """Which was started three times and saved nothing, by anti-entropy, in memory alone."""
-    with Job(runtime_dir, 3, spec=spec_of(keep_last=3), replicas=1) as job:
-        live, old = job.hosts[:2], job.hosts[2]
-        base = job.save(20)
-        for host in job.hosts:
-            wait_until(lambda h=host: known_to(h, base), deadline_s=LONG_S)
-        with cut_off(*live):
-            for _ in range(3):
-                start(job, [old], base)
-        with cut_off(old):
-            start(job, live, base)
-            saved = [save(job, step, live) for step in (50, 60, 70)]
-            replicated = live[0].client
-            wait_until(
-                lambda: replicated.progress(saved[-1].save_id).levels["replicated"] == "done",
-                deadline_s=LONG_S,
-            )
-        meet(job)
-        wait_until(lambda: known_to(old, *saved), deadline_s=LONG_S)
-        saved.append(save(job, 80, live))
-        for host in live:
-            wait_until(lambda h=host: known_to(h, *saved[1:]), deadline_s=LONG_S)
-            newest = plan(host).newest
-            assert newest is not None
-            assert newest.save_id == saved[-1].save_id
-        wait_until(lambda: known_to(old, saved[-1]), deadline_s=LONG_S)
-        start(job, job.hosts, saved[-1])
-        save(job, 90, job.hosts)
-
-
-def test_an_agent_that_stood_still_while_a_fork_was_settled(runtime_dir: Path):
-    """The branch stays on all hosts, also where nobody told how it ended."""
-    with Job(runtime_dir, 3, spec=spec_of(keep_last=2), replicas=1) as job:
-        live, old = job.hosts[:2], job.hosts[2]
-        base = job.save(20)
-        for host in job.hosts:
-            wait_until(lambda h=host: known_to(h, base), deadline_s=LONG_S)
-        branch = branch_off(job, live, old, base)
-        with cut_off(old):
-            for host in live:
-                host.restart()
-            start(job, live, base)
-            saved = [save(job, step, live) for step in (50, 60)]
-        meet(job)
-        wait_until(lambda: known_to(live[0], *branch), deadline_s=LONG_S)
-        with cut_off(live[1]):
-            saved.append(save(job, 70, [live[0]]))
-        wait_until(lambda: known_to(live[1], saved[-1]), deadline_s=LONG_S)
-        saved += [save(job, step, live) for step in range(80, 140, 10)]
-        for host in job.hosts:
-            wait_until(lambda h=host: known_to(h, saved[-1]), deadline_s=LONG_S)
-            found = plan(host)
-            assert found.newest is not None
-            assert found.newest.save_id == saved[-1].save_id
-            assert not found.sides
-        assert known_to(old, *branch)
-        for each in branch:
-            kept = msgspec.structs.replace(each, segments=each.segments[:1])
-            old.trainer.check(kept)
-        with pytest.raises(StaleAttemptError):
-            job.save(23, [old])
-
-
-def test_what_a_purged_run_left_is_another_runs(runtime_dir: Path):
-    """It is listed, and never loaded by the one that began anew."""
-    with Job(runtime_dir, 3, spec=spec_of(keep_last=2), replicas=1) as job:
-        reached, away = job.hosts[:2], job.hosts[2]
-        first = job.save(10)
-        start(job, job.hosts, first)
-        old = save(job, 20, job.hosts)
-        wait_until(lambda: known_to(away, old), deadline_s=LONG_S)
-        for host in job.hosts:
-            host.trainer.close()
-        with cut_off(away):
-            for host in reached:
-                with host.agent.client() as client:
-                    client.purge("run")
-            for host in reached:
-                host.trainer = host._trainer()
-            job.gather(reached)
-            reached[0].trainer.open_attempt({})
-            new = [save(job, 1, reached)]
-        away.trainer = away._trainer()
-        meet(job)
-        wait_until(lambda: known_to(away, new[0]), deadline_s=LONG_S)
-        wait_until(lambda: known_to(reached[0], old), deadline_s=LONG_S)
-        for host in job.hosts:
-            chosen = plan(host).chosen
-            assert chosen is None or chosen.manifest.save_id == new[0].save_id
-        new += [save(job, step, reached) for step in (2, 3, 4)]
-        for host in job.hosts:
-            wait_until(lambda h=host: known_to(h, new[-1]), deadline_s=LONG_S)
-            found = plan(host)
-            assert found.newest is not None
-            assert found.newest.save_id == new[-1].save_id
-            assert {old.save_id} <= {each.save_id for each in found.abandoned}
-
-
-def save_on(job: Job, *steps: int, tier: str | None = None) -> Manifest:
+def save_on(job: Job, *steps: int) -> Manifest:
     """All hosts save these; the last one."""
-    return [save(job, step, job.hosts, *([tier] if tier else [])) for step in steps][-1]
-
-
-def on_disk(host: PeerHost) -> set[str]:
-    return {each.save_id for each in host.trainer.tier("disk").manifests}
+    return [save(job, step, job.hosts) for step in steps][-1]
 
 
 def unpin(host: PeerHost, *saved: Manifest) -> None:
@@ -563,6 +384,7 @@ def unpin(host: PeerHost, *saved: Manifest) -> None:
         assert not host.client.pin(said).owed
 
 
+@full
 def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_dir: Path):
     """Memory has room for the ring, and not for what the other side left beside it."""
     spec = spec_of(keep_last=2, capacity_bytes=5 << 20, wait_s=3.0)
@@ -588,101 +410,3 @@ def test_a_branch_in_memory_holds_its_slots_until_a_person_lets_it_go(runtime_di
         for host in job.hosts:
             wait_until(lambda h=host: known_to(h, last), deadline_s=LONG_S)
             assert not {each.save_id for each in branch} & host.save_ids()
-
-
-def test_what_was_passed_over_in_silence_makes_room_for_the_ring(runtime_dir: Path):
-    """No other side needs it: a save does not fail for its sake, but only then does it go."""
-    spec = spec_of(keep_last=3, capacity_bytes=6 << 20)
-    with Job(runtime_dir, 1, spec=spec, replicas=0) as job:
-        (host,) = job.hosts
-        saved = [host.trainer.save(step) for step in (20, 30, 40)]
-        host.restart_trainer()
-        host.trainer.open_attempt({"default": saved[0].save_id}, in_silence=True)
-        first = host.trainer.save(21)
-        assert known_to(host, first, *saved)
-        last = [host.trainer.save(step) for step in (22, 23, 24)]
-        assert known_to(host, *last)
-        assert len(host.save_ids()) == 4, "three that are kept, and what there is still room for"
-        assert known_to(host, saved[-1])
-        for each in (*last, saved[-1]):
-            host.trainer.check(each)
-
-
-def said_to_be_a_branch(host: PeerHost, folder: Path) -> set[str]:
-    """Save ids of which ``ls`` and ``retention plan`` both say that they are on a branch."""
-
-    def shown(*line: str) -> list[dict[str, Any]]:
-        return json.loads(cli(host.runtime, *line, "--json"))["checkpoints"]
-
-    (folder / "run.yaml").write_text(
-        "namespace: run\nmemory: {capacity: 1GiB, keep: {last: 2}}\n"
-        f"tiers: [{{name: disk, url: 'file://{folder}/disk1', keep: {{last: 2}}}}]\n"
-    )
-    listed = {each["save_id"] for each in shown("ls") if each["line"] == "branch"}
-    planned = shown("retention", "plan", "--config", str(folder / "run.yaml"))
-    stays = [each for each in planned if each["stays"] and "branch" in each["reason"]]
-    assert {each["tier"] for each in stays} == {"memory", "disk"}
-    assert listed == {each["save_id"] for each in stays}
-    return listed
-
-
-def test_a_branch_on_a_disk_goes_when_a_person_has_let_it_go(runtime_dir: Path, tmp_path: Path):
-    """What was said lies on the disk, too, and so it outlives memory."""
-    with Job(runtime_dir, 0, replicas=0) as job:
-        for number in range(2):
-            (disk := tmp_path / f"disk{number}").mkdir()
-            job.spec = spec_of(keep_last=2, tiers={"disk": disk}, tier_keep_last=2)
-            job.add(number)
-        live, old = job.hosts
-        job.gather()
-        base = save(job, 20, job.hosts, "disk")
-        wait_until(lambda: known_to(old, base), deadline_s=LONG_S)
-        branch = branch_off(job, [live], old, base, "disk")
-        old.trainer.spilled(branch[-1].save_id)
-        with cut_off(old):
-            live.restart()
-            start(job, [live], base)
-            save(job, 50, [live], "disk")
-        meet(job)
-        wait_until(lambda: known_to(live, *branch), deadline_s=LONG_S)
-        newest = save(job, 60, [live], "disk")
-        wait_until(lambda: known_to(old, newest), deadline_s=LONG_S)
-        start(job, job.hosts, newest)
-        last = save_on(job, 70, 80, 90, tier="disk")
-        wait_until(lambda: known_to(old, last), deadline_s=LONG_S)
-        old.trainer.spilled(last.save_id)
-        assert {each.save_id for each in branch} <= on_disk(old)
-        assert {each.save_id for each in branch} == said_to_be_a_branch(old, tmp_path)
-        unpin(old, *branch)
-        records = tmp_path / "disk1" / "run" / "records"
-        assert all(list((records / each.save_id).iterdir()) for each in branch)
-        last = save_on(job, 100, 110, 120, tier="disk")
-        wait_until(lambda: known_to(old, last), deadline_s=LONG_S)
-        old.trainer.spilled(last.save_id)
-        wait_until(lambda: not on_disk(old) & {each.save_id for each in branch}, deadline_s=LONG_S)
-
-
-def test_an_answer_that_nobody_waited_for_opens_nothing(runtime_dir: Path):
-    """The leader stands still while it is asked for an attempt, and answers when it is too late."""
-    with Job(runtime_dir, 2, spec=spec_of(keep_last=4), replicas=1) as job:
-        leader, other = job.hosts
-        saved = [job.save(20)]
-        wait_until(lambda: known_to(other, saved[0]), deadline_s=LONG_S)
-        for host in job.hosts:
-            host.restart_trainer()
-        job.gather()
-        with cut_off(leader), pytest.raises(TierUnavailableError):
-            other.trainer.open_attempt({"default": saved[0].save_id})
-        # Another run, while that one's trainers wait: nothing was saved, so nothing was begun.
-        start(job, [leader], saved[0])
-        saved.append(save(job, 30, [leader]))
-        wait_until(lambda: known_to(other, saved[-1]), deadline_s=LONG_S)
-        start(job, job.hosts, saved[-1])
-        saved.append(save(job, 40, job.hosts))
-        for host in job.hosts:
-            wait_until(lambda h=host: known_to(h, saved[-1]), deadline_s=LONG_S)
-            found = plan(host)
-            assert found.newest is not None
-            assert found.newest.step == 40
-            assert not found.sides
-            assert found.abandoned == ()

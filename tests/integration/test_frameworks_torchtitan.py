@@ -300,6 +300,7 @@ def test_taking_over_loading_a_step_and_deleting_nothing(
     titan.run(odd_cases, 3, place(tmp_path / "odd", runtime_dir, "odd"))
 
 
+@pytest.mark.full
 def test_seed_checkpoint(titan: Workshop, runtime_dir: Path, tmp_path: Path):
     folder = place(tmp_path / "seed", runtime_dir, "seed")
     planted = titan.run(plant, 1, folder)
@@ -346,6 +347,7 @@ def fault_tolerant(rank: int, folder: str, until: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_replica_groups_of_torchft(titan: Workshop, runtime_dir: Path, tmp_path: Path):
     folder = place(tmp_path / "ft", runtime_dir, "ft")
     for found in titan.run(fault_tolerant, 2, folder, 3):
@@ -358,6 +360,7 @@ def test_replica_groups_of_torchft(titan: Workshop, runtime_dir: Path, tmp_path:
     assert not (tmp_path / "ft" / "outputs").exists()
 
 
+@pytest.mark.full
 def test_async_mode(titan: Workshop, runtime_dir: Path, tmp_path: Path):
     folder = place(tmp_path / "async", runtime_dir, "async")
     whole = titan.run(start, 2, place(tmp_path / "whole", runtime_dir, "sync"), 4)

@@ -174,6 +174,7 @@ def said(found: m.Gathered) -> str:
     return found.error.message
 
 
+@pytest.mark.full
 def test_a_host_that_is_killed_before_all_have_sealed(runtime_dir: Path):
     """Also if its own ranks had, and handed their parts over: nothing is committed."""
     with Job(runtime_dir, 2) as job, Ranks(job) as ranks:
@@ -194,37 +195,12 @@ def test_a_host_that_is_killed_before_all_have_sealed(runtime_dir: Path):
         wait_until(lambda: all(new in each.save_ids() for each in job.hosts), deadline_s=WAIT_S)
 
 
-def test_the_host_that_decides_is_killed(runtime_dir: Path):
-    with Job(runtime_dir, 2) as job, Ranks(job) as ranks:
-        saved = ranks.save(1)
-        for rank in (1, 2, 3):
-            ranks.put(rank, 2)
-        wait_until(lambda: ranks.ask(2, 2).missing == (0,), deadline_s=WAIT_S)
-        job.hosts[0].agent.kill()
-        # Nobody has asked this host to stand by its parts: it needs nobody to know.
-        wait_until(lambda: "not reached" in said_or_open(ranks, 2), deadline_s=WAIT_S)
-        assert "h0, which commits, was not reached" in said(ranks.settled(2, 2, 3))
-        assert job.hosts[1].save_ids() <= {saved}
-        job.hosts[0].restart()
-        for rank in (0, 1):
-            ranks.put(rank, 2)
-        assert ranks.ask(0, 2).state == "open"
-        assert ranks.ask(0, 2, TOO_LATE).error == TOO_LATE
-        ranks.save(3)
-
-
-def said_or_open(ranks: Ranks, step: int) -> str:
-    """Rank 2 gives up once its agent has noticed that the other side does not answer."""
-    ranks.ask(2, step)
-    log = ranks.hosts[1].agent.log()
-    if "host h0" not in log.rpartition("does not answer")[0]:
-        return ""
-    return said(ranks.ask(2, step, TOO_LATE))
-
-
 @pytest.mark.parametrize(
     "point",
-    ["agent.gather.after_confirm", "agent.push.before_holders"],
+    [
+        pytest.param("agent.gather.after_confirm", marks=pytest.mark.full),
+        "agent.push.before_holders",
+    ],
 )
 def test_the_agent_that_decides_dies_while_it_commits(runtime_dir: Path, point: str):
     """Whoever waits asks the next one, which knows what was committed, or commits it now."""
@@ -244,6 +220,7 @@ def test_the_agent_that_decides_dies_while_it_commits(runtime_dir: Path, point: 
             )
 
 
+@pytest.mark.full
 def test_a_host_that_has_promised_and_forgot(runtime_dir: Path):
     """Its agent dies as it says that it stands by its parts: they are handed over again."""
     points = {1: "agent.gather.before_promise=kill"}
@@ -269,6 +246,7 @@ def assert_only_members_hand_over(job: Job) -> None:
                 line.ask(msgspec.structs.replace(request, host=host))
 
 
+@pytest.mark.full
 def test_ranks_of_two_hosts_that_save_different_things(runtime_dir: Path):
     with Job(runtime_dir, 2) as job, Ranks(job) as ranks:
         for step, change in enumerate(({"step": 99}, {"members": "3" * 32}, {"world_size": 5})):

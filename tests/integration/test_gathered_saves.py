@@ -16,9 +16,6 @@ import torch.distributed.checkpoint as dcp
 from msgspec.structs import replace
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import tieredckpt
 from tests.integration.test_failed_saves import Warnings, eio_on, steps
@@ -87,7 +84,7 @@ def together(rank: int, runtime_dir: str) -> None:
             state = own(step)
             if step % 3 == rank:  # each time another rank is the last one
                 others_wait(engine, step, rank)
-            put(engine, step, state)
+            put(engine, step, state, planner=DefaultSavePlanner(enable_plan_caching=step > 1))
             engine.wait(step, "memory")
             report = engine.last_save
             assert report is not None
@@ -114,106 +111,46 @@ def together(rank: int, runtime_dir: str) -> None:
         assert_is({k: v for k, v in blanks.items() if not k.startswith("rng")}, 5)
         put(engine, 6, own(6))
         assert_whole(engine, 6)
+        of_each_rank(engine, rank)
+
+
+class Value:
+    """For tieredckpt.per_rank."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def of_each_rank(engine: Engine, rank: int) -> None:
+    put(engine, 7, {"mine": tieredckpt.per_rank(Value(rank)), "w": torch.ones(3)})
+    found = Value(-1)
+    assert engine.load({"mine": tieredckpt.per_rank(found), "w": torch.zeros(3)}) == 7
+    assert found.value == rank
+    # Ranks that say they are one: nobody may get the other's value.
+    wrong = tieredckpt.per_rank(Value(rank), coordinate=("stage", 0, 1))
+    with pytest.raises(UsageError, match="one per-rank coordinate have different values"):
+        put(engine, 8, {"mine": wrong})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        put(engine, 9, {"note": f"of rank {rank}"})
+    told = [str(each.message) for each in caught if "one name: 'note'" in str(each.message)]
+    assert len(told) == (rank == 0)
+    # Ranks with nothing to write, the coordinator among them, hold nobody up.
+    put(engine, 10, {"a": torch.arange(5)} if rank == 1 else {})
+    assert len(manifest_of(engine, 10).segments) == 1
+    back = {"a": torch.zeros(5).long()}
+    load(back, engine.reader(step=10))
+    assert back["a"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_ranks_that_seal_alone_make_one_checkpoint(runtime_dir: Path):
     run_ranks(together, 3, str(runtime_dir))
-
-
-def go_on(rank: int, runtime_dir: str, expected: int | None, step: int) -> None:
-    with opened(runtime_dir) as engine:
-        state = sharded_state(0, content=False)
-        assert engine.load(state) == expected
-        if expected is not None:
-            assert_is(state, expected)
-        put(engine, step, sharded_state(step))
-        state = sharded_state(0, content=False)
-        load(state, engine.reader())
-        assert_is(state, step)
-
-
-def test_reshard_over_the_life_of_a_run(runtime_dir: Path):
-    before = None
-    for step, world_size in enumerate((2, 3, 1, 4)):
-        run_ranks(go_on, world_size, str(runtime_dir), before, step)
-        before = step
-
-
-def stored(rank: int, runtime_dir: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 8))
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 16)).sum().backward()
-    optimizer.step()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "ddp": torch.arange(1000),
-        "meta": {"step": 7, "names": ["a", "b"]},
-        f"rng{rank}": torch.get_rng_state(),
-    }
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        save(engine, 1, state, stream="collective")
-        engine.load({}, stream="alone")
-        put(engine, 1, state, stream="alone")
-        read = [engine.reader(stream=stream).read_metadata() for stream in ("collective", "alone")]
-        one, other = (each.state_dict_metadata for each in read)
-        assert one.keys() == other.keys()  # in the order in which the lowest ranks have them
-        for name, stored in one.items():
-            found = other[name]
-            assert type(stored) is type(found)
-            if isinstance(stored, TensorStorageMetadata):
-                assert isinstance(found, TensorStorageMetadata)
-                assert (stored.properties, stored.size) == (found.properties, found.size)
-                boxes = [{(c.offsets, c.sizes) for c in each.chunks} for each in (stored, found)]
-                assert boxes[0] == boxes[1]
-        assert read[0].planner_data == read[1].planner_data
-        for stream in ("collective", "alone"):
-            back = blank(state)
-            assert engine.load(back, stream=stream) == 1
-            assert same(_local(back), _local(state))
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _local(item) for key, item in value.items()}
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-def test_the_same_is_stored_as_with_collectives(runtime_dir: Path):
-    """FSDP2 model and optimizer, replicated tensors, bytes, keys of one rank."""
-    run_ranks(stored, 2, str(runtime_dir))
-
-
-def nothing_to_write(rank: int, runtime_dir: str) -> None:
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        state = {"a": torch.arange(5)} if rank == 1 else {}
-        put(engine, 1, state)
-        assert len(manifest_of(engine, 1).segments) == 1
-        back = {"a": torch.zeros(5).long()}
-        load(back, engine.reader())
-        assert back["a"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_ranks_with_nothing_to_write(runtime_dir: Path):
-    run_ranks(nothing_to_write, 3, str(runtime_dir))
-
-
-def cached(rank: int, runtime_dir: str) -> None:
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        for step in (1, 2, 3):
-            put(engine, step, own(step), planner=DefaultSavePlanner(enable_plan_caching=True))
-            assert_whole(engine, step)
-        assert engine._session.no_collectives.plans["default"].builds == 1
-
-
-def test_plan_caching(runtime_dir: Path):
-    run_ranks(cached, 2, str(runtime_dir))
 
 
 def groups(rank: int, runtime_dir: str) -> None:
@@ -240,28 +177,9 @@ def groups(rank: int, runtime_dir: str) -> None:
                 engine.writer(7, group=wrong)
 
 
+@pytest.mark.full
 def test_sub_groups_name_their_ranks(runtime_dir: Path):
     run_ranks(groups, 3, str(runtime_dir))
-
-
-def each_by_itself(rank: int, runtime_dir: str) -> None:
-    """Every rank is rank 0 of a group of one, and all name the same stream."""
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        for turn in range(2):
-            if turn == rank:
-                writer = engine.writer(1, group=[rank])
-                options: dict[str, Any] = {"no_dist": True, "use_collectives": False}
-                if rank:
-                    with pytest.raises(UsageError, match="two process groups save"):
-                        dcp.save({"x": torch.ones(3)}, storage_writer=writer, **options)
-                else:
-                    dcp.save({"x": torch.zeros(3)}, storage_writer=writer, **options)
-            dist.barrier()
-
-
-def test_groups_that_share_a_stream_are_told(runtime_dir: Path):
-    run_ranks(each_by_itself, 2, str(runtime_dir))
 
 
 def two_groups(rank: int, runtime_dir: str) -> str:
@@ -292,63 +210,6 @@ def test_parts_of_two_groups_never_become_one_checkpoint(runtime_dir: Path):
     assert outcomes[0] == outcomes[1]
     assert outcomes[2] == outcomes[3]
     assert any("two groups of ranks" in outcome for outcome in outcomes)
-
-
-def after_a_failure_in_the_background(rank: int, runtime_dir: str) -> None:
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        group = engine.background_group()
-        writer = engine.writer(1)
-        future = dcp.async_save(
-            own(1), storage_writer=writer, planner=Broken(), process_group=group
-        )
-        with pytest.raises(CheckpointException):
-            future.result(60)
-        eventually(lambda: not engine._session.background_saves.others())
-        # Nobody looked at step 1 as far as the engine knows, and only the coordinator remembers
-        # it: to raise there would leave the other rank in DCP's barrier.
-        put(engine, 2, own(2))
-        assert_whole(engine, 2)
-
-
-def test_a_failure_in_the_background_is_not_raised_on_one_rank_alone(runtime_dir: Path):
-    run_ranks(after_a_failure_in_the_background, 2, str(runtime_dir), timeout_s=60)
-
-
-class Value:
-    """For tieredckpt.per_rank."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
-def of_each_rank(rank: int, runtime_dir: str) -> None:
-    with opened(runtime_dir) as engine:
-        engine.load({})
-        state = {"mine": tieredckpt.per_rank(Value(rank)), "w": torch.ones(3)}
-        put(engine, 1, state)
-        found = Value(-1)
-        assert engine.load({"mine": tieredckpt.per_rank(found), "w": torch.zeros(3)}) == 1
-        assert found.value == rank
-        # Ranks that say they are one: nobody may get the other's value.
-        wrong = tieredckpt.per_rank(Value(rank), coordinate=("stage", 0, 1))
-        with pytest.raises(UsageError, match="one per-rank coordinate have different values"):
-            put(engine, 2, {"mine": wrong})
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            put(engine, 3, {"note": f"of rank {rank}"})
-        told = [str(each.message) for each in caught if "one name: 'note'" in str(each.message)]
-        assert len(told) == (rank == 0)
-
-
-def test_per_rank_values(runtime_dir: Path):
-    run_ranks(of_each_rank, 2, str(runtime_dir))
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -395,6 +256,23 @@ def failing(rank: int, runtime_dir: str) -> None:
         assert newer.load({}, strict=False) == 5
         put(newer, 6, own(6))
         assert_whole(newer, 6)
+        after_a_failure_in_the_background(newer)
+
+
+def after_a_failure_in_the_background(engine: Engine) -> None:
+    future = dcp.async_save(
+        own(7),
+        storage_writer=engine.writer(7),
+        planner=Broken(),
+        process_group=engine.background_group(),
+    )
+    with pytest.raises(CheckpointException):
+        future.result(60)
+    eventually(lambda: not engine._session.background_saves.others())
+    # Nobody looked at step 7 as far as the engine knows, and only the coordinator remembers
+    # it: to raise there would leave the other ranks in DCP's barrier.
+    put(engine, 8, own(8))
+    assert_whole(engine, 8)
 
 
 def test_failures_reach_all_ranks(runtime_dir: Path):
@@ -408,7 +286,7 @@ def leaking(rank: int, runtime_dir: str) -> None:
             put(engine, step, own(step))
         dist.barrier()
         slots = engine.status().namespaces[0].slots
-        for step in range(3, 23):
+        for step in range(3, 11):
             with eio_on(step % 2):
                 put(engine, step, own(step))
         dist.barrier()
@@ -417,6 +295,7 @@ def leaking(rank: int, runtime_dir: str) -> None:
         assert_whole(engine, 50)
 
 
+@pytest.mark.full
 def test_skipped_saves_leave_no_slot_behind(runtime_dir: Path):
     run_ranks(leaking, 2, str(runtime_dir))
 
@@ -447,6 +326,7 @@ def late(rank: int, runtime_dir: str) -> None:
         assert steps(engine) == [3, 1]
 
 
+@pytest.mark.full
 def test_a_rank_that_comes_too_late(runtime_dir: Path):
     run_ranks(late, 2, str(runtime_dir))
 
@@ -473,26 +353,6 @@ def test_an_agent_that_dies_between_two_parts(runtime_dir: Path):
     run_ranks(agent_dies, 2, str(runtime_dir))
 
 
-@pytest.mark.usefixtures("starts_agent")  # with a failpoint
-@pytest.mark.parametrize("where", ["before_manifest", "after_manifest"])
-def test_an_agent_that_dies_while_it_commits(runtime_dir: Path, where: str):
-    run_ranks(dies_committing, 2, str(runtime_dir), where)
-
-
-def dies_committing(rank: int, runtime_dir: str, where: str) -> None:
-    os.environ["TIEREDCKPT_FAILPOINTS"] = f"agent.commit.{where}=kill@2"
-    with opened(runtime_dir) as engine:
-        del os.environ["TIEREDCKPT_FAILPOINTS"]
-        engine.load({})
-        for step in (1, 2, 3):
-            put(engine, step, own(step))
-            assert engine.last_save is not None
-            assert engine.last_save.skipped is None
-            assert_whole(engine, step)
-        assert steps(engine) == [3, 2, 1]
-        assert manifest_of(engine, 3).parent == manifest_of(engine, 2).save_id
-
-
 def dies(rank: int, runtime_dir: str, folder: str, where: str) -> None:
     """Rank 1 dies in the save of step 2; ranks 0 and 2 say what they saw."""
     failpoints.arm("")
@@ -513,7 +373,9 @@ def dies(rank: int, runtime_dir: str, folder: str, where: str) -> None:
         Path(folder, str(rank)).write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("where", ["save.seal.after", "save.contribute.after"])
+@pytest.mark.parametrize(
+    "where", ["save.seal.after", pytest.param("save.contribute.after", marks=pytest.mark.full)]
+)
 def test_a_rank_that_dies(runtime_dir: Path, tmp_path: Path, where: str):
     with pytest.raises(RankFailed, match="died without an answer"):
         run_ranks(dies, 3, str(runtime_dir), str(tmp_path), where)
@@ -536,14 +398,3 @@ def after_a_death(rank: int, runtime_dir: str) -> None:
         state = sharded_state(0, content=False)
         load(state, engine.reader())
         assert_is(state, 2)
-
-
-def test_one_process_alone(runtime_dir: Path):
-    with Engine.open(config(runtime_dir)) as engine:
-        engine.load({})
-        state = {"a": torch.arange(10), "b": "text"}
-        for step in (1, 2):
-            put(engine, step, state)
-        back = blank(state)
-        assert engine.load(back) == 2
-        assert same(back, state)

@@ -97,38 +97,7 @@ def mend(one: Host, other: Host) -> None:
     eventually(lambda: reachable(other, one), deadline_s=WAIT_S)
 
 
-# --- a side that saved nothing --------------------------------------------------------------------
-
-
-def test_a_side_that_saved_nothing_changes_nothing(tmp_path: Path):
-    """However often it was started: the live job goes on, and so does its restart."""
-    needs_links()
-    with Cluster(tmp_path, 2) as cluster:
-        live, old = cluster.hosts
-        tiers = {"tiers": "disk", "memory": {"keep": {"last": 3}}}
-        begin(cluster, 10, 20, **tiers)
-        old.cut(DATA)
-        with job(cluster, [live], **tiers) as goes_on:
-            load(goes_on, 20)
-            saved = save(goes_on, 50, 60, 70)
-            for _ in range(3):
-                with job(cluster, [old], **tiers) as looks:
-                    load(looks, 20)
-            mend(live, old)
-            saved |= save(goes_on, 80)
-            goes_on.must("wait", 80, "disk", WAIT_S)
-        with job(cluster, [live], **tiers) as goes_on:
-            load(goes_on, 80)
-            saved |= save(goes_on, 90)
-            goes_on.must("wait", 90, "disk", WAIT_S)
-            held = {save_id: where for _, save_id, where in goes_on.trainers[0].checkpoints()}
-        for step in (70, 80, 90):
-            assert set(held[saved[step]]) == {"memory", "disk"}, step
-
-
-# --- a side that saved ----------------------------------------------------------------------------
-
-
+@pytest.mark.full
 def test_a_side_that_saved_stays_as_a_branch(tmp_path: Path):
     """The live job goes on over it, and never deletes it; who still trains there has to stop."""
     needs_links()
@@ -197,50 +166,3 @@ def test_two_sides_that_met_after_all_had_ended_are_for_a_person_to_choose(tmp_p
         with job(cluster, cluster.hosts) as both:
             load(both, 23)
             assert sides[0] in listed(one)
-
-
-# --- who only looks -------------------------------------------------------------------------------
-
-
-def facts(cluster: Cluster, namespace: str = "run") -> list[Any]:
-    """What a look must not change on any host: members, leader, attempts, checkpoints, files."""
-    found: list[Any] = []
-    for host in cluster.hosts:
-        with closing(host.client()) as client:
-            table = client.peers(namespace)
-        files = {
-            path: path.read_bytes()
-            for folder in (host.runtime_dir / "ns", host.disk)
-            for path in sorted(folder.rglob("*"))
-            # Records of what was copied where come by themselves, some seconds later.
-            if path.is_file() and "records" not in path.parts
-        }
-        members = sorted(each.host.host_id for each in table.peers if each.member)
-        found.append((table.leader, table.replicas, members, files))
-    return found
-
-
-def test_who_only_looks_beside_a_job_of_several_hosts_changes_nothing(tmp_path: Path):
-    """Neither the newest nor an older step, on the leader's host or another one."""
-    with Cluster(tmp_path, 2, links=False) as cluster:
-        cluster.start_agents()
-        tiers = {"tiers": "disk", "memory": {"keep": {"last": 3}}}
-        with job(cluster, cluster.hosts, **tiers) as live:
-            load(live, None)
-            save(live, 10, 20, 30)
-            live.must("wait", 30, "replicated", WAIT_S)
-            live.must("wait", 30, "disk", WAIT_S)
-            before = facts(cluster)
-            for host in cluster.hosts:
-                with host.trainer(saved_by=RANKS) as looker:
-                    looker.open(host.config(**NEVER_WAIT, **tiers))
-                    for step, options in ((30, {}), (10, {"step": 10}), (30, {})):
-                        loaded = looker.load(**options)
-                        assert (loaded.step, loaded.wrong) == (step, [])
-                    looker.load(step=20)
-            assert facts(cluster) == before
-            save(live, 40)
-            live.must("wait", 40, "replicated", WAIT_S)
-        with job(cluster, cluster.hosts, **tiers) as live:
-            load(live, 40)
-            save(live, 50)

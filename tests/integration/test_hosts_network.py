@@ -17,6 +17,8 @@ from tieredckpt.errors import NoRecoverableCheckpointError, TierUnavailableError
 from tieredckpt.rpc.messages.agent import PeerTable
 
 WAIT_S = 90.0
+BYTES = 1 << 20
+"""What nothing but copies can be."""
 
 
 def received(host: Host) -> dict[str, int]:
@@ -47,7 +49,7 @@ def peers(host: Host) -> PeerTable:
         return client.peers("run")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_rails(tmp_path: Path):
     """Both carry bytes; when one is cut, and nobody told, all goes on over the other one."""
     needs_links()
@@ -57,12 +59,16 @@ def test_two_rails(tmp_path: Path):
         cluster.start_agents()
         with cluster.job(mib=16.0) as job:
             job.open(network=network)
-            before = received(other)
-            save(job, 1)
-            carried = {name: count - before[name] for name, count in received(other).items()}
-            assert min(carried["eth1"], carried["eth2"]) > sum(carried.values()) / 4, carried
+            before, step = received(other), 0
+            while step < 20:  # on a busy machine one of them may look slow for a while
+                save(job, step := step + 1)
+                carried = {name: count - before[name] for name, count in received(other).items()}
+                if min(carried["eth1"], carried["eth2"]) > BYTES:
+                    break
+            else:
+                raise AssertionError(f"one rail carries nothing: {carried}")
             other.cut(DATA)
-            save(job, 2)
+            save(job, step := step + 1)
             # The rail that failed was measured again, and is left out.
             left = f"{one.address(DATA + 1)}:{AGENT_PORT}"
             eventually(lambda: peers(other).peers[0].address == left)
@@ -71,7 +77,7 @@ def test_two_rails(tmp_path: Path):
         cluster.start_agents()
         with cluster.job(mib=16.0) as job:
             job.open(network=network)
-            load(job, 2)
+            load(job, step)
 
 
 def certify(host: Host, folder: Path, ca: trustme.CA, *names: str) -> None:
@@ -135,9 +141,10 @@ def token_in(folder: Path) -> dict[str, Any]:
 
 
 def test_every_listed_host_is_expected_to_answer(tmp_path: Path):
-    """At the first start hosts are listed that are not up; then the job moves to just those, while
-    the agents of the others are down."""
-    with Cluster(tmp_path, 4) as cluster:
+    """At the first start a host is listed that is not up; then the job moves to just that one,
+    while the agent of the other one is down."""
+    with Cluster(tmp_path, 2) as cluster:
+        old, new = cluster.hosts
         where = [f"{host.address(DATA)}:{AGENT_PORT}" for host in cluster.hosts]
         more = {
             "discovery": {"static": where},
@@ -145,21 +152,19 @@ def test_every_listed_host_is_expected_to_answer(tmp_path: Path):
             "network": {"port": AGENT_PORT},
             "recovery": {"wait": "0s"},
         }
-        old, new = cluster.hosts[:2], cluster.hosts[2:]
-        cluster.start_agents(old)
-        with cluster.job(old) as job:
+        cluster.start_agents([old])
+        with cluster.job([old]) as job:
             job.open(**more)
-            refused_without(job, where[2:])
-            assert [each.step for each in job.all("load", fresh_start=True)] == [None, None]
-            save(job, 1)
-        for host in old:
-            host.stop_agent()
-        cluster.start_agents(new)
-        with cluster.job(new) as job:
+            refused_without(job, where[1:])
+            assert [each.step for each in job.all("load", fresh_start=True)] == [None]
+            job.must("save", 1)
+        old.stop_agent()
+        cluster.start_agents([new])
+        with cluster.job([new]) as job:
             job.open(**more)
-            refused_without(job, where[:2])
-            cluster.start_agents(old)
-            eventually(lambda: not peers(new[0]).unmet)
+            refused_without(job, where[:1])
+            cluster.start_agents([old])
+            eventually(lambda: not peers(new).unmet)
             load(job, 1)
 
 
@@ -173,6 +178,7 @@ def refused_without(job: HostJob, addresses: list[str]) -> None:
 NAME = "agents.my-job"
 
 
+@pytest.mark.full
 def test_a_job_that_moved_finds_its_old_hosts_by_name(tmp_path: Path):
     """No host of the new job was in the old one: the name alone says where the checkpoints are.
 

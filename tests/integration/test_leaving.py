@@ -105,6 +105,7 @@ def alone_at_the_boundary(rank: int, settings: dict[str, Any]) -> None:
         dist.barrier()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("served")
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_group_says(
     runtime_dir: Path, tmp_path: Path

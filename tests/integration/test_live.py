@@ -11,31 +11,29 @@ from pathlib import Path
 import pytest
 
 from tests.support.live import (
-    STEPS,
     Fault,
     Outcome,
     Row,
     background_script,
     config_of,
-    hooks_script,
     late_script,
-    outside_script,
     own_script,
     stopped_agent,
     supervised,
-    unreplicated_script,
 )
 from tests.support.preloaded import context
 from tieredckpt import live
 from tieredckpt.live import messages as m
 from tieredckpt.live.rank import EXIT_NO_SUPERVISOR
 
+STEPS = 10
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Row]]:
     folder = tmp_path_factory.mktemp("undisturbed")
     with stopped_agent(folder):
-        found = supervised(folder, standby=0)
+        found = supervised(folder, standby=0, steps=STEPS)
     assert found.code == 0, "\n".join(found.lines)
     rows = {row.step: row for row in found.rows}
     assert sorted(rows) == list(range(1, STEPS + 1))
@@ -58,132 +56,73 @@ def check(found: Outcome, reference: dict[int, Row], *, twice: int | None = 0) -
     assert twice is None or sum(counts.values()) - len(counts) == twice, text
 
 
-def test_ranks_that_raise_or_die_are_replaced_and_no_step_is_lost(folder: Path, reference):
+def test_ranks_that_raise_die_or_hang_are_replaced_and_no_step_is_lost(folder: Path, reference):
+    """The last two hold the same shard: with both, only a checkpoint has the state."""
     faults = [
         Fault(2, 0, "kill"),  # before the first save
-        Fault(4, 1, "raise"),
-        Fault(6, 3, "kill"),
-        Fault(7, 0, "kill"),
-        Fault(9, 2, "kill"),
-        Fault(11, 1, "kill"),
+        Fault(3, 1, "raise"),
+        Fault(7, 2, "hang"),  # noticed once a world has made three updates
+        Fault(10, 0, "kill-with-2"),
     ]
-    found = supervised(folder, faults)
-    check(found, reference)
-    assert len(found.said("from the state of the surviving ranks, no step lost")) >= 4
-    assert len(found.said("is gone: SIGKILL")) == 5
-    assert not found.said("does not leave")
-
-
-def test_two_at_once_and_both_replicas_of_a_shard(folder: Path, reference):
-    """Ranks 0 and 2 hold the same shard: with both the state is lost, but for the checkpoint."""
-    faults = [Fault(6, 0, "kill-with-3"), Fault(11, 0, "kill-with-2")]
-    found = supervised(folder, faults, standby=2)
-    check(found, reference, twice=2)
-    assert found.said("resumed at step 5 from the state of the surviving ranks, no step lost")
-    assert found.said("resumed at step 8 from the newest checkpoint, 2 steps lost")
+    found = supervised(folder, faults, standby=2, steps=STEPS, hang_s=5.0, unwind_s=2.0)
+    check(found, reference, twice=1)
+    for step in (1, 2, 6):
+        assert found.said(f"resumed at step {step} from the state of the surviving ranks, no step")
+    assert found.said("ended: no rank made progress")
+    assert found.said("rank 2 does not leave within 2 s")
+    assert any("signal.pause" in line or "in meet" in line for line in found.lines), "no stack"
+    assert found.said("resumed at step 8 from the newest checkpoint, 1 steps lost")
 
 
 def test_deaths_while_a_new_world_is_made_lose_nothing(folder: Path, reference):
     faults = [
-        Fault(6, 3, "kill"),
+        Fault(3, 3, "kill"),
         Fault(2, 3, "kill-init"),
         Fault(3, 2, "kill-save"),
-        Fault(8, 1, "kill"),
+        Fault(6, 1, "kill"),
         Fault(5, 0, "kill-load"),
     ]
-    found = supervised(folder, faults, standby=2)
+    found = supervised(folder, faults, standby=2, steps=STEPS)
     check(found, reference)
     assert len(found.said("is gone: SIGKILL")) == 5
     assert not found.said("does not leave")
 
 
 def test_ranks_that_change_at_every_generation(folder: Path, reference):
-    """DTensor's and dynamo's caches know the rank that a process had before."""
-    faults = [Fault(step, step % 4, "raise") for step in range(2, 10)]
-    found = supervised(folder, faults, standby=0, rotated=True)
+    """DTensor's and dynamo's caches know the rank that a process had before.
+
+    Saves in the background end with their world, and nothing waits for them.
+    """
+    faults = [Fault(step, step % 4, "raise") for step in (2, 3, 4)]
+    found = supervised(
+        folder, faults, standby=0, rotated=True, steps=STEPS, script=background_script
+    )
     check(found, reference)
     assert len(found.said("no step lost")) == len(faults)
-
-
-def test_a_hanging_rank_is_killed_and_replaced(folder: Path, reference):
-    found = supervised(folder, [Fault(6, 2, "hang")], hang_s=3.0, unwind_s=1.0)
-    check(found, reference)
-    assert found.said("generation 1 ended: no rank made progress")
-    assert found.said("rank 2 does not leave within 1 s")
-    assert any("signal.pause" in line or "in meet" in line for line in found.lines), "no stack"
+    assert not found.said("does not leave")
 
 
 def test_without_a_standby_the_survivors_save_before_they_wait(folder: Path, reference):
-    found = supervised(
-        folder, [Fault(6, 3, "kill"), Fault(10, 0, "kill")], standby=0, script=late_script
-    )
-    check(found, reference)
+    """And once no restart is left, for a restart of the host."""
+    faults = [Fault(3, 3, "kill"), Fault(6, 0, "kill")]
+    options = {"standby": 0, "steps": STEPS, "script": late_script}
+    found = supervised(folder, faults, max_restarts=1, **options)
     assert len(found.said("the surviving ranks have saved what they kept")) == 2
-    assert len(found.said("from the state of the surviving ranks, no step lost")) == 2
-
-
-def test_saves_in_the_background_end_with_their_world_and_nothing_waits_for_them(
-    folder: Path, reference
-):
-    faults = [Fault(4, 1, "kill"), Fault(7, 2, "raise"), Fault(10, 0, "kill")]
-    found = supervised(folder, faults, script=background_script)
-    check(found, reference)
-    assert len(found.said("is gone: SIGKILL")) == 2
-    assert not found.said("does not leave")
+    assert len(found.said("from the state of the surviving ranks, no step lost")) == 1
+    assert found.code == 3
+    assert found.said("3 of 4 processes are left, and no restarts: exit 3")
+    again = supervised(folder, **options)  # the host is started again
+    check(again, reference)
 
 
 def test_a_value_that_only_the_lost_rank_had_is_named_and_a_checkpoint_is_loaded(
     folder: Path, reference
 ):
-    found = supervised(folder, [Fault(7, 1, "kill")], script=own_script)
-    check(found, reference, twice=2)
-    text = "no rank is left that has all of update 6: own.per_rank:rank:1"
+    found = supervised(folder, [Fault(6, 1, "kill")], steps=STEPS, script=own_script)
+    check(found, reference, twice=1)
+    text = "no rank is left that has all of update 5: own.per_rank:rank:1"
     assert any(text in line for line in found.lines)
-    assert found.said("resumed at step 4 from the newest checkpoint, 2 steps lost")
-
-
-def test_a_shard_without_a_replica_is_loaded_from_the_newest_checkpoint(folder: Path):
-    found = supervised(folder, [Fault(7, 1, "kill")], script=unreplicated_script)
-    assert found.code == 0
-    assert found.said("resumed at step 4 from the newest checkpoint, 2 steps lost")
-    first: dict[int, Row] = {}
-    again = [row for row in found.rows if first.setdefault(row.step, row) is not row]
-    assert [row.step for row in again] == [5, 6]
-    assert [row for row in again if row != first[row.step]] == []
-
-
-def test_hooks_are_called_and_a_process_that_is_not_healthy_is_replaced(folder: Path, reference):
-    found = supervised(folder, [Fault(6, 1, "raise")], script=hooks_script)
-    check(found, reference)
-    assert found.said("is gone: exit code 18")
-    calls = Counter((folder / "hooks").read_text().splitlines())
-    assert calls["abort 2 0 NoneType"] == calls["health_check 1 0 MemoryError"] == 1
-    assert sum(count for name, count in calls.items() if name.startswith("finalize")) == 8
-    assert sum(count for name, count in calls.items() if name.startswith("health_check")) == 4
-
-
-def test_state_that_changes_outside_of_updates_is_refused_by_its_name(folder: Path):
-    found = supervised(folder, script=outside_script)
-    assert found.code == 1
-    text = "'learner.model.3.bias' changed outside of world.update"
-    assert found.said(text), "\n".join(found.lines)
-    assert found.said("another generation would fail, too: exit 1")
-
-
-def test_a_script_that_always_fails_ends_with_its_code(folder: Path):
-    found = supervised(folder, [Fault(1, 2, "always")])
-    assert found.code == 1
-    assert found.said("the script failed 3 times at the same step: exit 1")
-
-
-def test_without_restarts_the_state_is_saved_for_a_restart_of_the_host(folder: Path, reference):
-    found = supervised(folder, [Fault(3, 0, "kill")], standby=0, max_restarts=0)
-    assert found.code == 3
-    assert found.said("the surviving ranks have saved what they kept")
-    assert found.said("3 of 4 processes are left, and no restarts: exit 3")
-    again = supervised(folder, standby=0)  # the host is started again
-    assert (again.code, [row.step for row in again.rows[2:]]) == (0, list(range(3, STEPS + 1)))
-    assert again.rows[2:] == [reference[step] for step in range(3, STEPS + 1)]
+    assert found.said("resumed at step 4 from the newest checkpoint, 1 steps lost")
 
 
 def waiting(sock: socket.socket, folder: str) -> None:
@@ -198,15 +137,15 @@ def test_a_generation_that_ended_before_a_rank_entered_it(folder: Path):
     process = context.Process(target=waiting, args=(theirs, str(folder)))
     with theirs:
         process.start()
-    sock.settimeout(60)
+    sock.settimeout(120)
     with sock:
         assert m.decode_from_process(sock.recv(1 << 16)) == m.Ready()
-        for generation in range(1, 6):
+        for generation in range(1, 4):
             order = m.Train(generation=generation, rank=0, size=2, store=f"{folder}/{generation}")
             sock.sendall(m.encode(order))
             sock.sendall(m.encode(m.Stop(generation=generation)))
             assert m.decode_from_process(sock.recv(1 << 16)) == m.Ready(generation=generation)
-    process.join(30)
+    process.join(120)
     assert process.exitcode == EXIT_NO_SUPERVISOR, "a process outlives its supervisor"
 
 
@@ -246,5 +185,5 @@ def alone(folder: str) -> None:
 def test_without_a_supervisor_it_is_one_generation(folder: Path):
     process = context.Process(target=alone, args=(str(folder),))
     process.start()
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 0

@@ -16,7 +16,7 @@ from tests.support.preloaded import context
 from tieredckpt import Engine, StaleAttemptError
 from tieredckpt.format.manifest import LIVE_TAGS
 
-GENERATIONS = 40
+GENERATIONS = 15
 RECORD_BYTES_MAX = 200  # of each generation: 1,000 of them have 200 KB
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_another_has_superseded_does_not_resume(runtime_dir: Path):
     with stopped_agent(runtime_dir):
         process = context.Process(target=two_runs, args=(str(runtime_dir),))
         process.start()
-        process.join(60)
+        process.join(120)
         assert process.exitcode == 0
 
 
@@ -122,5 +122,5 @@ def test_captures_give_way_to_a_save_that_waits_for_their_room(runtime_dir: Path
     with stopped_agent(runtime_dir):
         process = context.Process(target=crowded, args=(str(runtime_dir),))
         process.start()
-        process.join(60)
+        process.join(120)
         assert process.exitcode == 0

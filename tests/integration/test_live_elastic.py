@@ -20,7 +20,7 @@ from tieredckpt.errors import AgentError
 from tieredckpt.live.control import CONTROL, Request, Status, ask
 from tieredckpt.policy.elastic import rows
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Training:
@@ -84,7 +84,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory, device: str) -> dict[int
 
 @pytest.mark.parametrize(
     ("mode", "device"),
-    [("auto", "cpu"), ("manual", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)],
+    [
+        ("auto", "cpu"),
+        pytest.param("manual", "cpu", marks=pytest.mark.full),
+        pytest.param("auto", "cuda", marks=pytest.mark.gpu),
+    ],
     scope="module",
 )
 def test_ranks_leave_and_come_back_at_a_users_order(
@@ -99,6 +103,8 @@ def test_ranks_leave_and_come_back_at_a_users_order(
         assert training.resize(2).size == 2
         training.train_to(6)
         assert training.resize(4).size == 4
+        training.train_to(9)
+        training.resize(3)  # which the script cannot have: it is undone
         training.allow(STEPS + 1)
         found = training.run.outcome()
     assert found.code == 0, "\n".join(found.lines)
@@ -106,17 +112,22 @@ def test_ranks_leave_and_come_back_at_a_users_order(
     assert len(training.rows()) == STEPS
     assert [size for size, _ in itertools.groupby(row[3] for row in training.rows())] == [4, 2, 4]
     events = read(runtime_dir / "events")
-    first, last = events[0][0], events[-1][0]
-    assert events == [[first, 4, 2, None]] * 4 + [[last, 2, 4, None]] * 2
+    first, second = events[0][0], events[4][0]
+    assert events[:6] == [[first, 4, 2, None]] * 4 + [[second, 2, 4, None]] * 2
+    assert {(old, new) for _, old, new, _ in events[6:]} >= {(4, 3)}
     assert len(found.said("ended: resize from 4 to 2 ranks")) == 1
     assert len(found.said("ended: resize from 2 to 4 ranks")) == 1
-    assert len(found.said("from the state of the surviving ranks, no step lost")) == 2
+    assert len(found.said("raised ValueError")) >= 3
+    assert len(found.said("from the state of the surviving ranks, no step lost")) >= 3
     sources = [place for *_, source in read(runtime_dir / "restored") for place in source]
     assert sources
     assert all(place.startswith("memory") for place in sources)
 
 
-@pytest.mark.parametrize("place", ["save-1-3", "load-2-1", "raise-4-1"])
+@pytest.mark.parametrize(
+    "place",
+    ["save-1-3", *(pytest.param(p, marks=pytest.mark.full) for p in ("load-2-1", "raise-4-1"))],
+)
 def test_a_fault_amid_a_resize_loses_no_step(runtime_dir: Path, reference, place: str):
     """In the save of the old world, in the load of the new one, or before the ranks leave."""
     with stopped_agent(runtime_dir):
@@ -133,19 +144,6 @@ def test_a_fault_amid_a_resize_loses_no_step(runtime_dir: Path, reference, place
     assert not (runtime_dir / f"fault-{place}").exists()
     assert len(training.rows()) == STEPS
     assert training.rows()[-1][3] == 2
-
-
-def test_a_size_that_the_script_cannot_have_is_undone(runtime_dir: Path, reference):
-    with stopped_agent(runtime_dir):
-        training = Training(runtime_dir, standby=0)
-        training.train_to(3)
-        training.resize(3)
-        training.allow(STEPS + 1)
-        found = training.run.outcome()
-    assert found.code == 0, "\n".join(found.lines)
-    assert len(found.said("raised ValueError")) >= 3
-    training.check(reference)
-    assert len(training.rows()) == STEPS
 
 
 @pytest.mark.nightly

@@ -113,6 +113,7 @@ def test_a_process_whose_device_has_failed_is_replaced(
     assert found.said("resumed at step 5 from the state of the surviving ranks, no step lost")
 
 
+@pytest.mark.full
 def test_a_device_that_fails_needs_no_health_check(folder: Path):
     """On the CPU: what reports the failure of the device is replaced."""
     found = supervised(folder, [Fault(6, 1, "raise")], script=failing_device_script)

@@ -59,6 +59,7 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         assert hosts.text().count("first update after the fault") >= 2
 
 
+@pytest.mark.full
 def test_a_hosts_own_standby_and_supervisors_that_do_not_belong(runtime_dir: Path, reference):
     """A second one on a host, and one of another size, end; the job goes on."""
     faults = [Fault(6, 3, "kill")]
@@ -76,6 +77,7 @@ def test_a_hosts_own_standby_and_supervisors_that_do_not_belong(runtime_dir: Pat
         check(hosts, reference)
 
 
+@pytest.mark.full
 def test_hosts_leave_at_a_notice_and_at_a_users_order(runtime_dir: Path, reference):
     """Also the one that leads; not if too few would be left."""
     with Hosts(runtime_dir) as hosts:
@@ -116,7 +118,7 @@ def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):
         assert "resumed at step 4 from the newest checkpoint, 2 steps lost" in hosts.text("first")
 
 
-@pytest.mark.parametrize("name", ["first", "second"])
+@pytest.mark.parametrize("name", ["first", pytest.param("second", marks=pytest.mark.full)])
 def test_the_smaller_part_of_a_split_waits_and_follows_when_it_is_back(
     runtime_dir: Path, reference, name: str
 ):

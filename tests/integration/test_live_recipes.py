@@ -53,6 +53,7 @@ def check(undisturbed: Seen, faults: Seen) -> None:
     assert {row["step"] for row in faults.digests} == set(rows), text
 
 
+@pytest.mark.full  # test_live.py has one, too
 def test_grad_scaler(folder: Path):
     undisturbed, faults = both("grad_scaler", folder)
     check(undisturbed, faults)

@@ -23,14 +23,12 @@ from torch.distributed.fsdp import fully_shard
 import tieredckpt
 from tests.conftest import processes_naming
 from tests.support.faults import eventually
-from tests.support.preloaded import fork_for_dcp
 from tests.support.ranks import run_ranks
 from tests.support.states import config, load, raw, same, save
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.engine import Engine
 from tieredckpt.format.manifest import Manifest, decode_manifest
 from tieredckpt.storage.holdings import decode_holdings
-from tieredckpt.testing.dcp.process_executor import meet_on_loopback
 
 WAIT_S = 60.0
 TIMEOUT_S = 180.0
@@ -103,16 +101,19 @@ def saves(rank: int, folder: str, layout: tuple[str, ...], steps: int, **more: A
         return pulled(engine)
 
 
-@pytest.mark.parametrize("layout", [("a", "b"), ("a", "a", "b", "b"), ("a", "b", "c")])
+@pytest.mark.parametrize(
+    "layout", [("a", "b"), pytest.param(("a", "a", "b", "b"), marks=pytest.mark.full)]
+)
 def test_replicated_state_is_on_every_host_and_nothing_is_sent(
     runtime_dir: Path, layout: tuple[str, ...]
 ):
-    assert on_hosts(saves, runtime_dir, layout, 6) == [0] * len(layout)
+    steps = 3
+    assert on_hosts(saves, runtime_dir, layout, steps) == [0] * len(layout)
     # Each host alone has all of it, whatever became of the others.
     for host in set(layout):
         for other in set(layout) - {host}:
             kill_agent(runtime_dir / other)
-        assert on_hosts(restored_alone, runtime_dir, (host,), 6) == [{f"memory on {host}"}]
+        assert on_hosts(restored_alone, runtime_dir, (host,), steps) == [{f"memory on {host}"}]
 
 
 def kill_agent(runtime_dir: Path) -> None:
@@ -196,6 +197,7 @@ def hsdp_loads(rank: int, folder: str, layout: tuple[str, ...]) -> set[str]:
         return set(engine.last_restore.bytes_by_source)
 
 
+@pytest.mark.full
 def test_hsdp_sends_what_only_one_rank_has(runtime_dir: Path):
     """Each rank's own values are at the end of its segment: only their blocks are fetched."""
     for fetched, theirs in on_hosts(hsdp_saves, runtime_dir, HSDP):
@@ -207,26 +209,18 @@ def test_hsdp_sends_what_only_one_rank_has(runtime_dir: Path):
 # --- beyond the holders ---------------------------------------------------------------------------
 
 
-def with_own(rank: int, folder: str, layout: tuple[str, ...], replicas: int) -> tuple[int, bool]:
-    """Pulled bytes, and whether this host has all segments in the end."""
-    with open_local(rank, folder, layout, memory={"replicas": replicas}) as engine:
-        own = {"own": tieredckpt.per_rank(Own(rank))} if replicas else {}
-        save(engine, 1, replicated(1, **own))
-        if replicas:
-            engine.wait(1, "replicated", WAIT_S)
+def unreplicated(rank: int, folder: str, layout: tuple[str, ...]) -> int:
+    """Pulled bytes, once this host has all segments."""
+    with open_local(rank, folder, layout, memory={"replicas": 0}) as engine:
+        save(engine, 1, replicated(1))
         eventually(lambda: operator.eq(*segments_here(engine, 1)), deadline_s=WAIT_S)
         dist.barrier()
-        return pulled(engine), operator.eq(*segments_here(engine, 1))
+        return pulled(engine)
 
 
-def test_hosts_that_are_no_holders_complete_theirs_too(runtime_dir: Path):
-    found = on_hosts(with_own, runtime_dir, ("a", "b", "c"), 1)
-    assert all(complete for _, complete in found)
-    assert all(fetched > 0 for fetched, _ in found)
-
-
+@pytest.mark.full
 def test_without_replicas_hosts_have_what_is_equal(runtime_dir: Path):
-    assert on_hosts(with_own, runtime_dir, ("a", "b"), 0) == [(0, True)] * 2
+    assert on_hosts(unreplicated, runtime_dir, ("a", "b")) == [0] * 2
     (pid,) = agent_pids(runtime_dir / "a")
     os.kill(pid, signal.SIGSTOP)  # it does not answer, and its port takes connections
     try:
@@ -301,6 +295,7 @@ def cached_plans(rank: int, folder: str, layout: tuple[str, ...]) -> tuple[list[
         return fetched, same(state, wanted)
 
 
+@pytest.mark.full
 def test_cached_plans_keep_their_drafts(runtime_dir: Path):
     (first, first_right), (second, second_right) = on_hosts(cached_plans, runtime_dir, ("a", "b"))
     assert first[:5] == second[:5] == [0] * 5
@@ -308,20 +303,17 @@ def test_cached_plans_keep_their_drafts(runtime_dir: Path):
     assert second_right
 
 
-def asynchronous(rank: int, folder: str, layout: tuple[str, ...], executor: str) -> int:
-    fork_for_dcp()
-    meet_on_loopback()
+def asynchronous(rank: int, folder: str, layout: tuple[str, ...]) -> int:
     with open_local(rank, folder, layout) as engine:
         for step in (1, 2, 3, 4):
             state = replicated(step)
-            future = engine.async_save(state, step, executor=executor)  # type: ignore[arg-type]
+            future = engine.async_save(state, step)
             for tensor in state["model"].values():
                 tensor.fill_(-1)
             future.result(WAIT_S)
             engine.wait(step, "replicated", WAIT_S)
-            if executor == "thread":
-                here, all_of_it = segments_here(engine, step)
-                assert here == all_of_it, f"step {step}"
+            here, all_of_it = segments_here(engine, step)
+            assert here == all_of_it, f"step {step}"
         save(engine, 5, replicated(5))
         engine.wait(5, "replicated", WAIT_S)
         here, all_of_it = segments_here(engine, 5)
@@ -330,23 +322,20 @@ def asynchronous(rank: int, folder: str, layout: tuple[str, ...], executor: str)
         return pulled(engine)
 
 
+@pytest.mark.full
 def test_saves_in_the_background_write_copies_too(runtime_dir: Path):
     """What is copied is of the call; what is staged for copies stays in memory of its own."""
-    assert on_hosts(asynchronous, runtime_dir, ("a", "a", "b", "b"), "thread") == [0] * 4
+    assert on_hosts(asynchronous, runtime_dir, ("a", "a", "b", "b")) == [0] * 4
     kill_agent(runtime_dir / "a")
     assert on_hosts(restored_alone, runtime_dir, ("b",), 5) == [{"memory on b"}]
-
-
-def test_the_process_executor_copies_over_the_network(runtime_dir: Path):
-    assert all(on_hosts(asynchronous, runtime_dir, ("a", "b"), "process"))
 
 
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def agent_dies(rank: int, folder: str, layout: tuple[str, ...], failpoint: str) -> int:
+def agent_dies(rank: int, folder: str, layout: tuple[str, ...]) -> int:
     if layout[rank] == "b":
-        os.environ["TIEREDCKPT_FAILPOINTS"] = f"{failpoint}=kill@2"
+        os.environ["TIEREDCKPT_FAILPOINTS"] = "agent.draft.before_seal=kill@2"
     with open_local(rank, folder, layout) as engine:
         os.environ.pop("TIEREDCKPT_FAILPOINTS", None)  # the agent that is started next lives
         pid = engine.status().health.pid
@@ -360,63 +349,10 @@ def agent_dies(rank: int, folder: str, layout: tuple[str, ...], failpoint: str) 
         return pulled(engine)
 
 
-@pytest.mark.parametrize(
-    "failpoint", ["agent.draft.before_seal", "agent.draft.labelled", "agent.draft.trailer"]
-)
-def test_an_agent_that_dies_while_a_draft_becomes_a_copy(runtime_dir: Path, failpoint: str):
-    fetched = on_hosts(agent_dies, runtime_dir, ("a", "b"), failpoint)
+@pytest.mark.full
+def test_an_agent_that_dies_while_a_draft_becomes_a_copy(runtime_dir: Path):
+    fetched = on_hosts(agent_dies, runtime_dir, ("a", "b"))
     assert fetched[0] == 0
     assert fetched[1] < 1 << 20  # the footer: what the slot held is what was to be in it
     kill_agent(runtime_dir / "a")
     assert on_hosts(restored_alone, runtime_dir, ("b",), 3) == [{"memory on b"}]
-
-
-def on_disk(rank: int, folder: str, layout: tuple[str, ...]) -> tuple[int, int]:
-    """Slots of this host's agent after 4 and after 12 saves."""
-    disk = Path(folder) / layout[rank] / "disk"
-    tiers = [{"name": "disk", "url": f"file://{disk}", "every": "1 step", "scope": "host"}]
-    with open_local(rank, folder, layout, tiers=tiers, memory={"keep": {"last": 1}}) as engine:
-        counts = []
-        for step in range(1, 13):
-            save(engine, step, replicated(step))
-            engine.wait(step, "replicated", WAIT_S)
-            engine.wait(step, "disk", WAIT_S)
-            dist.barrier()
-            if step in (6, 12):
-                counts.append(len(list((Path(folder) / layout[rank] / "slots").iterdir())))
-        assert counts[0] == counts[1]
-        found = manifest(engine, 12)
-        assert found is not None
-        return sum(ref.size for ref in found.segments), disk_bytes(disk, found)
-
-
-def disk_bytes(disk: Path, found: Manifest) -> int:
-    ids = {ref.id for ref in found.segments}
-    return sum(
-        path.stat().st_size
-        for path in disk.rglob("*")
-        if path.is_file() and any(each in path.name for each in ids)
-    )
-
-
-def test_tiers_hold_each_piece_once_and_slots_are_reused(runtime_dir: Path):
-    (size, first), (_, second) = on_hosts(on_disk, runtime_dir, ("a", "b"))
-    assert first > 0
-    assert second > 0
-    assert first + second == size
-
-
-# --- where it does nothing ------------------------------------------------------------------------
-
-
-def one_host(rank: int, folder: str, layout: tuple[str, ...]) -> None:
-    with open_local(rank, folder, layout) as engine:
-        save(engine, 1, replicated(1))
-        assert engine._session.mirrors_of("default") is None
-        found = manifest(engine, 1)
-        assert found is not None
-        assert found.replicas == ()
-
-
-def test_on_one_host_nothing_is_drafted(runtime_dir: Path):
-    on_hosts(one_host, runtime_dir, ("a", "a"))

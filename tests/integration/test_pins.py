@@ -160,6 +160,7 @@ def test_a_mark_outlives_memory(
         assert why.endswith(": NaN")
 
 
+@pytest.mark.full
 @served
 @pytest.mark.parametrize("how", ["async", "without collectives"])
 def test_tags_of_other_saves(runtime_dir: Path, how: str):
@@ -174,6 +175,7 @@ def test_tags_of_other_saves(runtime_dir: Path, how: str):
         assert manifest_of(engine, 1).tags == {"loss": "0.3"}
 
 
+@pytest.mark.full
 def test_a_pin_reaches_the_disks_of_other_hosts_though_memory_has_let_go(
     runtime_dir: Path, tmp_path: Path
 ):

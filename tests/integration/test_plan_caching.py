@@ -87,14 +87,14 @@ def alternating(rank: int, runtime_dir: str, folder: str) -> None:
         kinds = {"wide": "abcdef", "long": "xyz"}
         # One class of planners, two states: in a stream each, then both in one, and in between
         # somebody saves elsewhere, also under that class's name.
-        for step in range(1, 9):
+        for step in range(1, 5):
             for kind, names in kinds.items():
                 state = values(step, names)
-                stream = kind if step < 5 else "default"
-                number = step if step < 5 else 2 * step + (kind == "long")
+                stream = kind if step < 3 else "default"
+                number = step if step < 3 else 2 * step + (kind == "long")
                 save(engine, number, state, stream=stream, planner=caching())
                 check(engine, number, state, stream)
-            if step % 3 == 0:
+            if step in (1, 3):
                 elsewhere = os.path.join(folder, f"stock-{step}")
                 dcp.save(values(step, "ab"), checkpoint_id=elsewhere, planner=caching())
                 got = {key: empty(value) for key, value in values(0, "ab").items()}
@@ -105,11 +105,11 @@ def alternating(rank: int, runtime_dir: str, folder: str) -> None:
         # Another class of planner in the same stream, and other options of the first one.
         lowest = caching(dedup_save_to_lowest_rank=True)
         other = [Other(enable_plan_caching=True) for _ in range(2)]
-        for step, planner in enumerate((other[0], caching(), lowest, other[1], caching())):
+        for step, planner in enumerate((other[0], lowest, other[1], caching())):
             save(engine, 100 + step, values(step), planner=planner)
             check(engine, 100 + step, values(step))
         # Changed structure: on all ranks, and on one of them only.
-        for step, names in enumerate(("ab", "abc", "ab", "a", "ab")):
+        for step, names in enumerate(("ab", "abc", "ab")):
             save(engine, 200 + step, values(step, names), planner=caching())
             check(engine, 200 + step, values(step, names))
         for step in range(3):
@@ -154,7 +154,7 @@ def failing(rank: int, runtime_dir: str) -> None:
         engine.load({})
         step = 0
         for names in ("abc", "abcd"):
-            for where in ("local", "global", "write", "local", "write"):
+            for where in ("local", "global", "write"):
                 planner = Breaks(enable_plan_caching=True)
                 planner.where = where
                 step += 1
@@ -218,13 +218,13 @@ def save_replicated(engine: Engine, step: int) -> None:
 def elastic(me: int, runtime_dir: str, folder: str) -> None:
     step = 0
     for number, (ranks, fresh) in enumerate(
-        [([0, 1, 2], []), ([0, 1], []), ([1, 0, 2], [2]), ([2, 1], []), ([1], []), ([0, 1, 2], [0])]
+        [([0, 1, 2], []), ([0, 1], []), ([1, 0, 2], [2]), ([1], []), ([0, 1, 2], [0])]
     ):
         with group_of(ranks, me, f"{folder}/{number}") as inside:
             if me in fresh:
                 clear_caches()  # a new process knows nothing
             if not inside:
-                step += 3
+                step += 2
                 continue
             with opened(runtime_dir) as engine:
                 state = values(0)
@@ -235,7 +235,7 @@ def elastic(me: int, runtime_dir: str, folder: str) -> None:
                 if step:
                     check(engine, step, values(step))
                     assert torch.equal(state["c"], values(step)["c"])
-                for _ in range(3):
+                for _ in range(2):
                     step += 1
                     save(engine, step, values(step), planner=caching())
                     check(engine, step, values(step))

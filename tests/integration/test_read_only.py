@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,9 @@ import torch
 
 import tieredckpt
 from tests.conftest import processes_naming
-from tests.support.faults import ForkedAgent, Site, Trainer, eventually, on_all, ranks
+from tests.support.faults import Site, Trainer, eventually, on_all, ranks
 from tests.support.http_proxy import HttpProxy, Rule
-from tests.support.states import flip, manifest_of, slot_of
 from tieredckpt.errors import (
-    NoRecoverableCheckpointError,
     NotFoundError,
     TierUnavailableError,
     UsageError,
@@ -33,6 +30,7 @@ from tieredckpt.recovery import folders
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 STEPS = (1, 2, 3)
+full = pytest.mark.full
 
 
 def seen(*folders: Path) -> dict[str, Any]:
@@ -104,12 +102,10 @@ def test_a_file_that_cannot_be_read_is_not_passed_over(site: Site):
 # --- beside a live job ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["same", "disk", "disk beside the agent"])
+@pytest.mark.parametrize("which", ["same", pytest.param("disk", marks=full)])
 def test_beside_a_job_it_changes_nothing(site: Site, which: str):
     """Neither a file nor what the job saves next and restores after its restart."""
     settings = site.config if which == "same" else only_disk(site)
-    if which != "disk":
-        settings["agent"]["runtime_dir"] = str(site.runtime_dir)
     assert site.disk is not None
     with idle(site) as job:
         with unchanged(site.runtime_dir, site.disk), Trainer() as reader:
@@ -135,6 +131,7 @@ def test_beside_a_job_it_changes_nothing(site: Site, which: str):
         restarted.save(5)
 
 
+@full
 def test_a_job_that_saves_all_the_time_does_not_notice(site: Site):
     """What it reads goes on to be evicted and pruned under its hands."""
     over = threading.Event()
@@ -168,24 +165,7 @@ def test_a_job_that_saves_all_the_time_does_not_notice(site: Site):
         assert (loaded.step, loaded.wrong, loaded.refused) == (saved[-1], [], ())
 
 
-def test_what_is_evicted_while_it_is_read_costs_that_checkpoint(runtime_dir: Path):
-    """Two segments, of which the second is gone when the first has been read."""
-    site = Site(runtime_dir, None, keep=1)
-    with site.forked_agent(), ranks(2) as job, Trainer(saved_by=2) as reader:
-        on_all(job, lambda rank: ("open", site.config))
-        on_all(job, lambda rank: ("save", 1))
-        reader.look(site.config, "load.read.after=stop")
-        reader.start("load")
-        eventually(lambda: _is_stopped(reader.pid))
-        for step in (2, 3, 4):
-            on_all(job, lambda rank, step=step: ("save", step))
-        os.kill(reader.pid, signal.SIGCONT)
-        loaded = reader.result()
-        assert (loaded.step, loaded.wrong, loaded.refused) == (4, [], ())
-        with pytest.raises(NotFoundError, match="there is no checkpoint for step 1"):
-            reader.load(step=1)
-
-
+@full
 def test_it_never_runs_after_a_job_that_is_faster(runtime_dir: Path, tmp_path: Path):
     """What is only in memory may be gone each time: then it reads what is older, and stays."""
     site = Site(runtime_dir, tmp_path / "disk", keep=1, every="100 steps")
@@ -209,19 +189,6 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_damage_is_read_around_and_told_to_nobody(site: Site):
-    with idle(site):
-        assert site.disk is not None
-        with tieredckpt.Engine.open(site.config, read_only=True) as engine:
-            (segment,) = manifest_of(engine, 3).segments
-            flip(slot_of(site.runtime_dir, segment.id), 1000)
-            with unchanged(site.runtime_dir, site.disk), Trainer() as reader:
-                reader.look(site.config)
-                loaded = reader.load()
-        assert (loaded.step, loaded.wrong, loaded.repaired_blocks) == (3, [], 1)
-        assert loaded.bytes_by_tier["disk"] > 0
-
-
 def test_an_agent_that_stands_still_is_not_waited_for(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(folders, "AGENT_S", 0.5)
     with idle(site):
@@ -235,6 +202,7 @@ def test_an_agent_that_stands_still_is_not_waited_for(site: Site, monkeypatch: p
             os.kill(pid, signal.SIGCONT)
 
 
+@full
 def test_ranks_read_together(runtime_dir: Path, tmp_path: Path):
     site = Site(runtime_dir, tmp_path / "disk")
     with site.forked_agent(), ranks(2) as job, ranks(2) as readers:
@@ -289,26 +257,6 @@ def test_without_an_agent_or_its_folder(site: Site):
     assert processes_naming(site.runtime_dir) == []
 
 
-def test_an_agent_that_dies_or_comes_meanwhile_changes_nothing(site: Site):
-    with idle(site):
-        pass
-    with Trainer() as reader:
-        reader.look(site.config)
-        assert reader.load().step == 3
-        site.kill_agent()
-        loaded = reader.load()
-        assert (loaded.step, loaded.wrong, loaded.bytes_by_tier.keys()) == (3, [], {"memory"})
-        agent = ForkedAgent(site.runtime_dir)
-        try:
-            with site.opened() as job:
-                assert job.load().step == 3
-                job.save(4)
-                loaded = reader.load()
-                assert (loaded.step, loaded.wrong) == (4, [])
-        finally:
-            agent.kill()
-
-
 def test_where_nothing_is_it_says_so_and_makes_nothing(runtime_dir: Path, tmp_path: Path):
     site = Site(runtime_dir / "none", tmp_path / "none")
     with tieredckpt.Engine.open(site.config, read_only=True) as engine:
@@ -317,27 +265,6 @@ def test_where_nothing_is_it_says_so_and_makes_nothing(runtime_dir: Path, tmp_pa
         with pytest.raises(NotFoundError):
             engine.load({"w": torch.zeros(3)}, step=1)
     assert (list(runtime_dir.iterdir()), list(tmp_path.iterdir())) == ([], [])
-
-
-def test_another_stream_than_was_saved_is_warned_of(site: Site):
-    with idle(site), tieredckpt.Engine.open(only_disk(site), read_only=True) as engine:
-        with pytest.warns(UserWarning, match="other streams do: 'default'"):
-            assert engine.load({"w": torch.zeros(3)}, stream="actor") is None
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert engine.last_restore is None
-
-
-def test_a_tier_that_is_away_is_named(runtime_dir: Path, tmp_path: Path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "run").mkdir()
-    (tmp_path / "disk" / "run" / "manifests").symlink_to("manifests")  # a loop
-    site = Site(runtime_dir / "none", tmp_path / "disk")
-    with (
-        tieredckpt.Engine.open(site.config, read_only=True) as engine,
-        pytest.raises(NoRecoverableCheckpointError, match="not asked: disk on"),
-    ):
-        engine.load({"w": torch.zeros(3)})
 
 
 def test_the_memory_of_a_folder_that_others_can_write_is_not_read(
@@ -362,6 +289,7 @@ def _with_keys() -> None:
     os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY)
 
 
+@full
 def test_a_bucket_sees_nothing_but_reads(runtime_dir: Path, s3_server: S3Server, s3_prefix: str):
     bucket = {"name": "s3", "url": f"s3://{s3_prefix}", "allow_http": True}
     kept = {**bucket, "endpoint": s3_server.endpoint, "keep": {"last": 5}}
@@ -388,6 +316,7 @@ def test_a_bucket_sees_nothing_but_reads(runtime_dir: Path, s3_server: S3Server,
         assert (loaded.step, loaded.wrong, loaded.refused) == (3, [], ())
 
 
+@full
 def test_a_bucket_that_never_answers_is_not_waited_for(
     runtime_dir: Path,
     tmp_path: Path,

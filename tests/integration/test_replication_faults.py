@@ -50,33 +50,6 @@ def check_slots(job: Job, most: int) -> None:
         assert copy_slots(host) <= most, host.agent.log()
 
 
-@pytest.mark.parametrize(
-    "killed",
-    [
-        pytest.param((1,), id="holder", marks=pytest.mark.nightly),
-        pytest.param((0,), id="owner", marks=pytest.mark.nightly),
-        pytest.param((0, 1), id="both"),
-    ],
-)
-def test_agents_are_killed_in_the_middle_of_a_copy(runtime_dir: Path, killed: tuple[int, ...]):
-    with Job(runtime_dir, 2, size=16 * MIB, bytes_per_s=SLOW) as job:
-        saved = job.save(1)
-        wait_pulling(job.hosts[1], 5 * MIB)
-        for number in killed:
-            job.hosts[number].agent.kill()
-        for number in killed:
-            job.hosts[number].restart()
-        wait_replicated(job, saved)
-        for number, ref in enumerate(saved.segments):
-            assert intact(job.hosts[1 - number], ref, 1)
-        if 1 in killed:
-            # What was verified in the slot before is not pulled again.
-            assert status(job.hosts[1]).pulled_bytes_total < 14 * MIB
-        check_slots(job, 1)
-        wait_replicated(job, job.save(2))
-        check_slots(job, 2)
-
-
 def ask_again(host: PeerHost) -> None:
     """The trainer's next request opens its session again, if its agent died before it had written
     down by whose rules it keeps what it had just heard of.
@@ -84,25 +57,25 @@ def ask_again(host: PeerHost) -> None:
     join_run(host.client, host.client.run_id)
 
 
-def test_a_holder_dies_at_each_stage(runtime_dir: Path):
+@pytest.mark.parametrize(
+    "stage", [pytest.param("reserved", marks=pytest.mark.full), "block", "before_seal"]
+)
+def test_a_holder_dies_at_each_stage(runtime_dir: Path, stage: str):
     """Its next agent goes on by itself with what the one before had begun."""
-    for number, point in enumerate(
-        ("agent.replica.reserved", "agent.replica.block", "agent.replica.before_seal")
-    ):
-        folder = runtime_dir / f"case{number}"
-        folder.mkdir()
-        with Job(folder, 2, size=5 * MIB, failpoints={1: f"{point}=kill"}) as job:
-            saved = job.save(1)
-            assert job.hosts[1].agent.wait_end(deadline_s=DEADLINE_S) == -9
-            job.hosts[1].restart()
-            if point == "agent.replica.reserved":
-                # So early that the thread that heard of the checkpoint may not have come to that.
-                ask_again(job.hosts[1])
-            wait_replicated(job, saved)
-            assert intact(job.hosts[1], saved.segments[0], 1)
-            check_slots(job, 1)
+    points = {1: f"agent.replica.{stage}=kill"}
+    with Job(runtime_dir, 2, size=5 * MIB, failpoints=points) as job:
+        saved = job.save(1)
+        assert job.hosts[1].agent.wait_end(deadline_s=DEADLINE_S) == -9
+        job.hosts[1].restart()
+        if stage == "reserved":
+            # So early that the thread that heard of the checkpoint may not have come to that.
+            ask_again(job.hosts[1])
+        wait_replicated(job, saved)
+        assert intact(job.hosts[1], saved.segments[0], 1)
+        check_slots(job, 1)
 
 
+@pytest.mark.full
 def test_a_leader_that_was_killed_orders_again(runtime_dir: Path):
     with Job(runtime_dir, 2, size=8 * MIB, bytes_per_s=SLOW) as job:
         first = job.save(1)
@@ -114,8 +87,10 @@ def test_a_leader_that_was_killed_orders_again(runtime_dir: Path):
             assert level(job.hosts[0], first) in ("done", "superseded")
 
 
-def test_a_copy_that_went_bad_is_made_anew(runtime_dir: Path):
-    """A reader finds a bad block in a copy: the holder pulls it again, from the owner."""
+def test_a_copy_that_went_bad_is_made_anew_but_the_only_one_is_kept(runtime_dir: Path):
+    """A reader finds a bad block in a copy: the holder pulls it again, from the owner. When that is
+    gone, the good blocks of a damaged copy may still serve a recovery.
+    """
     with Job(runtime_dir, 2, size=5 * MIB) as job:
         saved = job.save(1)
         wait_replicated(job, saved)
@@ -125,14 +100,7 @@ def test_a_copy_that_went_bad_is_made_anew(runtime_dir: Path):
         assert not intact(holder, ref, 1)
         holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
         wait_until(lambda: intact_by_now(holder, ref, 1), deadline_s=DEADLINE_S)
-
-
-def test_the_only_copy_is_kept_though_it_is_bad(runtime_dir: Path):
-    """The owner is gone: the good blocks of a damaged copy may still serve a recovery."""
-    with Job(runtime_dir, 2, size=5 * MIB) as job:
-        saved = job.save(1)
         wait_replicated(job, saved)
-        holder, ref = job.hosts[1], saved.segments[0]
         job.hosts[0].agent.kill()
         holder.client.report_damage("memory", ref.id, (0,), "a reader found it")
         wait_until(
@@ -156,7 +124,10 @@ def reboot(job: Job, number: int, failpoints: str = "") -> PeerHost:
     return back
 
 
-@pytest.mark.parametrize("number", [1, 0], ids=["member", "leader"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(1, id="member"), pytest.param(0, id="leader", marks=pytest.mark.full)],
+)
 def test_a_host_that_comes_back_empty_gets_back_what_it_had(runtime_dir: Path, number: int):
     """A reboot: the same name, another incarnation. What it held counts no more, until it has
     pulled its own segments and its copies again; then it is as good a donor as before.
@@ -181,10 +152,10 @@ def test_a_host_that_comes_back_empty_gets_back_what_it_had(runtime_dir: Path, n
             assert not holds(job.hosts[(each + 2) % 3], ref), "two are enough"
 
 
-@pytest.mark.parametrize("disk", ["empty", "kept"])
-def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path, disk: str):
-    """Its part of the checkpoint is on its own disk in the end: it was there, or is copied when it
-    has been pulled back and the job, started again, has saved: before that its rules do not hold.
+@pytest.mark.full
+def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path):
+    """Its part of the checkpoint is on its own disk, which is empty, in the end: once it was pulled
+    back and the job, started again, has saved: before that its rules do not hold.
     """
     with Job(runtime_dir, 0) as job:
         for number in range(2):
@@ -194,8 +165,7 @@ def test_the_disk_of_a_host_that_comes_back(runtime_dir: Path, tmp_path: Path, d
         saved = job.save(1, tiers=("disk",))
         wait_replicated(job, saved)
         wait_until(lambda: on_disk(job.hosts[1], saved) == "done", deadline_s=DEADLINE_S)
-        if disk == "empty":
-            shutil.rmtree(tmp_path / "disk1")
+        shutil.rmtree(tmp_path / "disk1")
         back = reboot(job, 1)
         wait_replicated(job, saved)
         job.hosts[0].trainer.open_attempt({"default": saved.save_id})
@@ -208,26 +178,7 @@ def on_disk(host: PeerHost, saved: Manifest) -> str:
     return progress(host, saved).levels["disk"]
 
 
-def test_a_fresh_host_takes_the_place_of_a_lost_one(runtime_dir: Path):
-    """Another name: it is given the manifest, and copies of what has too few."""
-    with Job(runtime_dir, 3) as job:
-        saved = job.save(1)
-        wait_replicated(job, saved)
-        gone = job.hosts.pop(2)
-        gone.close()
-        shutil.rmtree(gone.runtime)
-        fresh = job.add(5)
-        job.gather()
-        # Of the lost host's own segment one copy is left, of the second host's there is none.
-        on_two = [
-            lambda ref=ref: sum(intact_by_now(host, ref, 1) for host in job.hosts) >= 2
-            for ref in saved.segments
-        ]
-        for enough in on_two:
-            wait_until(enough, deadline_s=DEADLINE_S)
-        assert status(fresh).held_bytes > 0
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 12))]
 )
@@ -269,6 +220,7 @@ def test_saves_faster_than_copies_and_a_host_is_lost(runtime_dir: Path, seed: in
             assert host.client.status().namespaces[0].slots <= 2 + 1 + 1 + 2 + 1
 
 
+@pytest.mark.full
 def test_a_host_is_lost_while_the_one_before_it_is_made_up_for(runtime_dir: Path):
     """One host is lost; while its copies are made again and saves go on, who makes them is lost,
     too. What was said to be replicated stays whole, and is replicated again in the end.
@@ -299,23 +251,6 @@ def lose(job: Job, number: int) -> None:
     gone = job.hosts.pop(number)
     gone.close()
     shutil.rmtree(gone.runtime)
-
-
-@pytest.mark.nightly  # replication/stalled/proxy of test_hosts_faults.py is in each run
-def test_a_source_that_stalls_is_asked_again(runtime_dir: Path):
-    """The owner's agent stands still in the middle of a copy, with its connections open."""
-    with Job(runtime_dir, 2, size=16 * MIB, bytes_per_s=SLOW) as job:
-        leader, owner = job.hosts
-        saved = job.save(1)
-        wait_pulling(leader, 5 * MIB)
-        os.kill(owner.agent.pid, signal.SIGSTOP)
-        try:
-            wait_until(lambda: level(leader, saved) == "waiting", deadline_s=DEADLINE_S)
-        finally:
-            os.kill(owner.agent.pid, signal.SIGCONT)
-        wait_replicated(job, saved)
-        assert intact(leader, saved.segments[1], 1)
-        check_slots(job, 1)
 
 
 def test_a_member_that_is_lost_is_made_up_for(runtime_dir: Path):
@@ -359,6 +294,7 @@ def test_who_answers_in_a_lost_hosts_place_does_not_keep_it_alive(runtime_dir: P
         assert seen().host == entries[1]
 
 
+@pytest.mark.full
 def test_a_copy_waits_for_room_and_leaves_the_ring_alone(runtime_dir: Path):
     """memory.capacity is enough for the ring alone: saves go on, copies say why they wait."""
     with Job(runtime_dir, 2, spec=spec_of(keep_last=1, capacity_bytes=5 * MIB)) as job:

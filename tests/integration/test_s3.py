@@ -16,12 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tieredckpt
-from tests.conftest import processes_naming
 from tests.support import commands
 from tests.support.agent import wait_until
 from tests.support.http_proxy import HttpProxy, Rule
 from tieredckpt.agent.tiers.scanner import LOOK_WAIT_S
-from tieredckpt.errors import ConfigError, WaitError
+from tieredckpt.errors import WaitError
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 DEADLINE_S = 120.0
@@ -56,27 +55,11 @@ def config(runtime_dir: Path, server: S3Server, prefix: str, **more: Any) -> dic
 
 def state_of(step: int) -> dict[str, Any]:
     torch.manual_seed(step)
-    return {"w": torch.randn(3_000_000), "m": {"v": torch.randn(70, 9)}, "step": step}
+    return {"w": torch.randn(300_000), "m": {"v": torch.randn(70, 9)}, "step": step}
 
 
 def zeros() -> dict[str, Any]:
-    return {"w": torch.zeros(3_000_000), "m": {"v": torch.zeros(70, 9)}, "step": 0}
-
-
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ({"url": "s33://bucket/run"}, r"^tiers\[0\]\.url: .*s33"),
-        ({"profile": "nobody"}, r'^tiers\[0\]\.profile: there is no profile "nobody"'),
-        ({"ca": "/nowhere/ca.pem"}, r"^tiers\[0\]\.ca: /nowhere/ca\.pem cannot be read"),
-    ],
-)
-def test_what_can_never_work_is_refused_before_an_agent_starts(
-    runtime_dir: Path, s3_server: S3Server, s3_prefix: str, tier: dict[str, str], said: str
-):
-    with pytest.raises(ConfigError, match=said):
-        tieredckpt.Engine.open(config(runtime_dir, s3_server, s3_prefix, **tier))
-    assert processes_naming(runtime_dir) == []
+    return {"w": torch.zeros(300_000), "m": {"v": torch.zeros(70, 9)}, "step": 0}
 
 
 def test_another_host_restores_from_the_bucket(
@@ -155,6 +138,7 @@ def test_a_store_that_never_answers_holds_up_nobody_beyond_his_deadline(
             engine.wait(2, "s3", DEADLINE_S)
 
 
+@pytest.mark.full
 def test_what_arrives_in_memory_is_seen_while_a_store_is_mute(
     runtime_dir: Path, s3_server: S3Server, s3_prefix: str
 ):
@@ -173,31 +157,4 @@ def test_what_arrives_in_memory_is_seen_while_a_store_is_mute(
             wait_until(lambda: len(proxy.seen) > num_seen)  # it looks at what the store holds
             dcp.save(state, storage_writer=engine.writer(2))
             waits.result(DEADLINE_S)
-            proxy.heal()
-
-
-def test_a_pin_is_noted_by_the_tiers_that_answer(
-    runtime_dir: Path,
-    tmp_path: Path,
-    s3_server: S3Server,
-    s3_prefix: str,
-    caplog: pytest.LogCaptureFixture,
-):
-    with HttpProxy(s3_server.address) as proxy:
-        settings = config(runtime_dir, s3_server, s3_prefix, endpoint=proxy.endpoint)
-        settings["tiers"].append({"name": "disk", "url": f"file://{tmp_path / 'disk'}"})
-        state = state_of(1)
-        with tieredckpt.Engine.open(settings) as engine:
-            assert engine.load(state) is None
-            dcp.save(state, storage_writer=engine.writer(1))
-            for tier in ("s3", "disk"):
-                engine.wait(1, tier, DEADLINE_S)
-            proxy.rules.append(Rule("stall", "", times=None))
-            engine.pin(1, "for a while", timeout=5.0)
-            late = [
-                record
-                for record in caplog.records
-                if record.name == "tieredckpt.dcp.job.checkpoints"
-            ]
-            assert [record.args[2] for record in late] == ["s3"]  # type: ignore[index]
             proxy.heal()

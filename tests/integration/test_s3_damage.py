@@ -25,7 +25,7 @@ from tests.support.s3_bench import (
 from tests.support.states import same, save
 from tieredckpt.testing.s3_server import BUCKET, S3Server
 
-KINDS = ("flip", "truncate", "empty", "delete")
+KINDS = ("flip", "empty", "delete")
 NUMBERS = 70_000
 
 
@@ -92,12 +92,11 @@ CASES = {
     "segments": 2, "manifests": 2, "plans": 3, "tombstones": 3, "pending": 3, "claims": 3,
     "attempts": 3,
 }  # fmt: skip
-QUICK = {(each, "flip") for each in CASES} | {("segments", "delete"), ("claims", "empty")}
+GATE = {("segments", "flip"), ("manifests", "flip"), ("claims", "empty"), ("plans", "delete")}
 
 
 def case(what: str, kind: str) -> object:
-    """Some in every run, the rest nightly."""
-    marks = () if (what, kind) in QUICK else (pytest.mark.nightly,)
+    marks = () if (what, kind) in GATE else (pytest.mark.full,)
     return pytest.param(what, kind, CASES[what], marks=marks, id=f"{what}-{kind}")
 
 

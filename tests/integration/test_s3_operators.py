@@ -27,6 +27,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_credentials", "starts_agent")  # with these credentials
 def test_a_pin_that_the_bucket_refuses_and_takes_later(
     runtime_dir: Path,

@@ -173,6 +173,7 @@ def test_the_page_asks_for_lists_that_are_consistent():
     assert "Without it pinned checkpoints, and those of another job, can be deleted" in page
 
 
+@pytest.mark.full
 def test_who_may_only_read_restores(server: S3Server, monkeypatch: pytest.MonkeyPatch):
     """And trains on; the tier says that it may not be written."""
     prefix = f"{BUCKET}/ckpt/restore"

@@ -165,6 +165,7 @@ def test_a_run_that_only_reads_does_not_change_those_of_the_run_that_saves(
         engine.wait(1, "s3", WAIT_S)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("agent")
 def test_a_session_of_boto3(
     s3_server: S3Server, s3_prefix: str, runtime: Path, monkeypatch: pytest.MonkeyPatch

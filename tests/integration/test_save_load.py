@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import signal
@@ -19,9 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
 
-import tieredckpt
 from tests.support.agent import AgentProcess
 from tests.support.faults import death
 from tests.support.states import (
@@ -40,31 +37,18 @@ from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
     AgentError,
-    CapacityError,
     ConfigError,
     IntegrityError,
     NoRecoverableCheckpointError,
-    NotFoundError,
-    StaleAttemptError,
     TieredCkptError,
     UsageError,
     WaitError,
 )
-from tieredckpt.format.segment import BLOCK_BYTES_LEAST, decode_trailer
+from tieredckpt.format.segment import decode_trailer
 from tieredckpt.recovery import other_hosts
 from tieredckpt.storage.backends.file import FileTier
 
 pytestmark = pytest.mark.usefixtures("served")
-
-DTYPES = [
-    dtype
-    for dtype in sorted(
-        {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
-    )
-    if not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))
-    or str(dtype) in ("torch.int8", "torch.int16", "torch.int32", "torch.int64")
-    or str(dtype) in ("torch.uint8", "torch.uint16", "torch.uint32", "torch.uint64")
-]
 
 
 @pytest.fixture
@@ -87,77 +71,7 @@ def failure_of(call: Any) -> BaseException:
     return caught.value.failures[0][0]
 
 
-# --- round trips ----------------------------------------------------------------------------------
-
-
-def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
-    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
-    if dtype == torch.bool:
-        return data.view(torch.uint8).to(torch.bool)
-    return data.view(dtype)
-
-
-def test_every_dtype(engine: Engine):
-    assert len(DTYPES) >= 22
-    state = {str(dtype): of_dtype(dtype, 1000) for dtype in DTYPES}
-    save(engine, 1, state)
-    back = blank_of(state)
-    assert engine.load(back) == 1
-    assert same(back, state)
-
-
-def blank_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        key: torch.zeros(v.numel() * v.dtype.itemsize, dtype=torch.uint8).view(v.dtype)
-        for key, v in state.items()
-    }
-
-
-def test_shapes_views_and_values(engine: Engine):
-    base = torch.arange(24.0).reshape(4, 6)
-    state = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.zeros(0, 5),
-        "transposed": base.t(),
-        "strided": base[:, ::2],
-        "expanded": torch.tensor([1.0]).expand(7),
-        "conj": torch.randn(3, dtype=torch.complex64).conj(),
-        "parameter": torch.nn.Parameter(torch.randn(5)),
-        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "nested": {"list": [torch.ones(2), 7, "text"], "none": None, "deep": {"x": (1, 2)}},
-        "ключ 😀": b"bytes",
-    }
-    save(engine, 0, state)
-    back = blank(state)
-    back["strided"] = torch.zeros(4, 6)[:, ::2]  # read through scratch
-    back["transposed"] = torch.zeros(4, 6).t()
-    back["expanded"] = torch.zeros(7)
-    back["parameter"] = torch.nn.Parameter(torch.zeros(5))
-    assert engine.load(back) == 0
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(back[key], value), key
-        else:
-            assert same(back[key], value), key
-
-
-def test_large_items_over_many_blocks(engine: Engine):
-    state = {"big": torch.randint(0, 255, (9 << 20,), dtype=torch.uint8), "small": torch.ones(3)}
-    state["odd"] = torch.randint(0, 255, ((1 << 20) + 13,), dtype=torch.uint8)
-    save(engine, 1, state)
-    back = blank(state)
-    engine.load(back)
-    assert same(back, state)
-    assert engine.last_restore is not None
-    assert set(engine.last_restore.bytes_by_tier) == {"memory"}
-
-
-def test_destination_of_another_dtype_is_converted(engine: Engine):
-    save(engine, 1, {"w": torch.arange(10, dtype=torch.float32)})
-    back = {"w": torch.zeros(10, dtype=torch.bfloat16)}
-    with pytest.warns(UserWarning, match=r"'w' \(float32 to bfloat16\)"):
-        engine.load(back)
-    assert torch.equal(back["w"], torch.arange(10, dtype=torch.bfloat16))
+# --- what a state may be --------------------------------------------------------------------------
 
 
 class Counter:
@@ -173,46 +87,6 @@ class Counter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
         self.loads += 1
-
-
-def test_stateful_objects(engine: Engine):
-    save(engine, 1, {"c": Counter(5), "x": 1})
-    state = {"c": Counter(0), "x": 0}
-    assert engine.load(state) == 1
-    assert (int(state["c"].value), state["c"].loads, state["x"]) == (5, 1, 1)
-
-
-def test_bare_dcp_load(engine: Engine):
-    states = {step: small(step) for step in (1, 2, 3)}
-    for step, state in states.items():
-        save(engine, step, state)
-    for step in states:
-        back = blank(states[step])
-        load(back, engine.reader(step=step))
-        assert same(back, states[step])
-    back = blank(states[3])
-    load(back, engine.reader())
-    assert same(back, states[3])
-    only = {"lr": None}
-    load(only, engine.reader(step=2))  # as in DCP, a part may be loaded
-    assert only == {"lr": 2.1}
-    error = failure_of(lambda: load(blank(states[3]), engine.reader(step=9)))
-    assert isinstance(error, NotFoundError)
-    assert "step 9" in str(error)
-
-
-def test_loading_without_a_model(engine: Engine):
-    """What DCP's converters use: the state is made from the metadata."""
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
-
-    save(engine, 1, small())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = _load_state_dict_from_keys(storage_reader=engine.reader())
-        part = _load_state_dict_from_keys({"model"}, storage_reader=engine.reader())
-    assert same(found["model"]["w"], small()["model"]["w"])
-    assert found["lr"] == 0.1
-    assert set(part) == {"model"}
 
 
 def test_environment_overrides(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
@@ -287,35 +161,12 @@ def test_wrong_use_of_writers(engine: Engine):
     assert [info.step for info in engine.checkpoints()] == [1]
 
 
-def test_a_writer_remembers_its_step_over_a_save_that_wrote_nothing(engine: Engine):
-    class Failing(DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            raise ValueError("a planner's")
-
-    state, writer = small(), engine.writer()
-    dcp.save(state, checkpoint_id="x/step-5", storage_writer=writer)
-    error = failure_of(
-        lambda: dcp.save(state, checkpoint_id="x/step-6", storage_writer=writer, planner=Failing())
-    )
-    assert "a planner's" in str(error)
-    error = failure_of(lambda: dcp.save(state, checkpoint_id="x/step-5", storage_writer=writer))
-    assert "has saved step 5 already" in str(error)
-    assert [info.step for info in engine.checkpoints("x")] == [5]
-
-
-def test_one_host_has_no_replicas_to_wait_for(engine: Engine):
-    save(engine, 1, small())
-    with pytest.raises(WaitError, match="no replicas") as caught:
-        engine.wait(1, "replicated")
-    assert caught.value.reason == "not_scheduled"
-
-
 def test_a_stopped_agent_is_not_waited_for_beyond_the_deadline(engine: Engine):
     save(engine, 1, small())
     pid = engine.status().health.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(AgentError, match=r"did not answer within 1\.[45]\d* s"):
+        with pytest.raises(AgentError, match=r"did not answer within 1\.\d+ s"):
             engine.wait(1, "memory", 0.5)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -364,13 +215,6 @@ def test_closed_and_forked_engines(runtime_dir: Path):
         engine.__reduce__()
 
 
-def test_importing_shows_the_public_names():
-    assert tieredckpt.Engine is Engine
-    assert "SafeLoadPlanner" in dir(tieredckpt)
-    with pytest.raises(AttributeError):
-        _ = tieredckpt.nothing
-
-
 # --- planners -------------------------------------------------------------------------------------
 
 
@@ -405,47 +249,10 @@ def test_plans_changed_after_global_planning(engine: Engine):
     assert torch.equal(back["model"]["w"], small()["model"]["w"])
 
 
-@pytest.fixture
-def no_cached_plans() -> Iterator[None]:
-    caches = ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata")
-    for name in caches:
-        getattr(SavePlanner, f"_cached_{name}").clear()
-    yield
-    for name in caches:
-        getattr(SavePlanner, f"_cached_{name}").clear()
-
-
-@pytest.mark.usefixtures("no_cached_plans")
-def test_plan_caching(engine: Engine, tmp_path: Path):
-    def caching() -> DefaultSavePlanner:
-        return DefaultSavePlanner(enable_plan_caching=True)
-
-    one = small(1)
-    other = {"x": torch.randn(20), "y": 5}
-    expected = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # Somebody else fills DCP's process-wide cache, so that we never see this plan.
-        dcp.save(one, checkpoint_id=tmp_path / "x", planner=caching())
-    for step, state in enumerate([one, one, other, other, one, one]):
-        stream = "default" if state is one else "other"
-        if state is one:
-            state["model"]["w"] += 1
-        save(engine, step, state, stream=stream, planner=caching())
-        expected[step] = {**state, **({"model": dict(state["model"])} if state is one else {})}
-        back = blank(state)
-        load(back, engine.reader(step=step, stream=stream))
-        assert same(back, state)
-    one["model"]["w"] = one["model"]["w"].to(torch.bfloat16)
-    error = failure_of(lambda: save(engine, 9, one, planner=caching()))
-    assert "'model.w' was planned as float32" in str(error)
-
-
-def test_plan_is_stored_once(engine: Engine, runtime_dir: Path):
+def test_plan_is_stored_once(engine: Engine):
     for step in range(3):
         save(engine, step, small(step))
-    manifests = [manifest_of(engine, step) for step in range(3)]
-    assert len({manifest.plan for manifest in manifests}) == 1
+    assert len({manifest_of(engine, step).plan for step in range(3)}) == 1
     assert engine._session.plans["default"].builds == 1
     save(engine, 3, {**small(), "more": torch.ones(1)})
     assert engine._session.plans["default"].builds == 2
@@ -496,37 +303,37 @@ def test_strictness(engine: Engine):
     assert more["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
-    ("saved", "asked", "says"),
-    [
-        (["_orig_mod.0.w", "_orig_mod.1.w"], ["0.w", "1.w"],
-         "the checkpoint have the prefix '_orig_mod.', which those of the state do not have"),
-        (["model.0.w", "model.1.w"], ["model.module._orig_mod.0.w", "model.module._orig_mod.1.w",
-         "model.head"], "the state have the prefix 'module._orig_mod.', which those of the check"),
-        (["a.inner.w", "b.inner.w"], ["a.w", "b.w"], "the checkpoint have the prefix 'inner.'"),
-        (["a.w", "b.w"], ["c.w", "d.w"], ""),
-    ],
-)  # fmt: skip
-def test_a_load_that_would_restore_no_tensor(
-    engine: Engine, saved: list[str], asked: list[str], says: str
-):
-    save(engine, 1, {**{key: torch.ones(2) for key in saved}, "lr": 0.1})
-    state = {**{key: torch.zeros(2) for key in asked}, "lr": 0.2}
-    with pytest.raises(UsageError, match=f"no tensor would be restored: .*{says}"):
-        engine.load(state, strict=False)
-    planner = SafeLoadPlanner(allow_partial_load=True)
-    with pytest.raises(CheckpointException, match="no tensor would be restored"):
-        load(state, engine.reader(), planner=planner)
-    with pytest.raises(CheckpointException) as strictly:
-        engine.load(state)
-    ((error, _),) = strictly.value.failures.values()
-    assert says in error.__notes__[0].partition("strict=False")[0]
-    assert ("prefix" in error.__notes__[0]) == bool(says)
-    assert state["lr"] == 0.2
-    assert not any(state[key].any() for key in asked)
-    only = {"lr": 0.2}  # there is no tensor to restore
-    with pytest.warns(UserWarning, match="no rank asked for"):
-        assert engine.load(only, strict=False) == 1
+WRAPPED: list[tuple[list[str], list[str], str]] = [
+    (["_orig_mod.0.w", "_orig_mod.1.w"], ["0.w", "1.w"],
+     "the checkpoint have the prefix '_orig_mod.', which those of the state do not have"),
+    (["model.0.w", "model.1.w"], ["model.module._orig_mod.0.w", "model.module._orig_mod.1.w",
+     "model.head"], "the state have the prefix 'module._orig_mod.', which those of the check"),
+    (["a.inner.w", "b.inner.w"], ["a.w", "b.w"], "the checkpoint have the prefix 'inner.'"),
+    (["a.w", "b.w"], ["c.w", "d.w"], ""),
+]  # fmt: skip
+"""Keys that were saved, keys that are asked for, and what the error says of them."""
+
+
+def test_a_load_that_would_restore_no_tensor(engine: Engine):
+    for number, (saved, asked, says) in enumerate(WRAPPED):
+        stream = f"s{number}"
+        save(engine, 1, {**{key: torch.ones(2) for key in saved}, "lr": 0.1}, stream=stream)
+        state = {**{key: torch.zeros(2) for key in asked}, "lr": 0.2}
+        with pytest.raises(UsageError, match=f"no tensor would be restored: .*{says}"):
+            engine.load(state, stream=stream, strict=False)
+        planner = SafeLoadPlanner(allow_partial_load=True)
+        with pytest.raises(CheckpointException, match="no tensor would be restored"):
+            load(state, engine.reader(stream=stream), planner=planner)
+        with pytest.raises(CheckpointException) as strictly:
+            engine.load(state, stream=stream)
+        ((error, _),) = strictly.value.failures.values()
+        assert says in error.__notes__[0].partition("strict=False")[0]
+        assert ("prefix" in error.__notes__[0]) == bool(says)
+        assert state["lr"] == 0.2
+        assert not any(state[key].any() for key in asked)
+        only = {"lr": 0.2}  # there is no tensor to restore
+        with pytest.warns(UserWarning, match="no rank asked for"):
+            assert engine.load(only, stream=stream, strict=False) == 1
 
 
 def test_what_a_failed_checkpoint_left_is_not_taken_for_untouched(
@@ -599,13 +406,6 @@ def test_loading_another_stream_than_was_saved_warns(engine: Engine):
     assert engine.load(state, stream="7") == 3
 
 
-def test_nothing_to_load(engine: Engine):
-    assert engine.load(blank(small())) is None
-    with pytest.raises(NotFoundError, match="step 5"):
-        engine.load(blank(small()), step=5)
-    assert engine.latest() is None
-
-
 def test_a_tier_that_hangs_while_it_lists_namespaces_holds_up_no_load(
     runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -631,21 +431,6 @@ def test_a_tier_that_hangs_while_it_lists_namespaces_holds_up_no_load(
             assert engine.load({}) is None
 
 
-def test_damage_walks_back_and_says_so(engine: Engine, runtime_dir: Path):
-    for step in (1, 2, 3):
-        save(engine, step, small(step))
-    flip(slot_of(runtime_dir, manifest_of(engine, 3).segments[0].id), 100)
-    back = blank(small())
-    assert engine.load(back) == 2
-    assert same(back["model"]["w"], small(2)["model"]["w"])
-    assert engine.last_restore is not None
-    [(_, step, reason)] = engine.last_restore.refused
-    assert step == 3
-    assert "block 0" in reason
-    save(engine, 3, small(3))
-    assert [info.step for info in engine.checkpoints()] == [3, 2, 1]
-
-
 def test_explicit_step_never_walks_back(engine: Engine, runtime_dir: Path):
     for step in (1, 2):
         save(engine, step, small(step))
@@ -656,16 +441,6 @@ def test_explicit_step_never_walks_back(engine: Engine, runtime_dir: Path):
     load(blank(small()), engine.reader(step=1))
     error = failure_of(lambda: load(blank(small()), engine.reader(step=2)))
     assert isinstance(error, IntegrityError | NoRecoverableCheckpointError)
-
-
-def test_all_damaged(engine: Engine, runtime_dir: Path):
-    for step in (1, 2):
-        save(engine, step, small(step))
-    for step in (1, 2):
-        flip(slot_of(runtime_dir, manifest_of(engine, step).segments[0].id), 100)
-    with pytest.raises(NoRecoverableCheckpointError, match="undefined") as caught:
-        engine.load(blank(small()))
-    assert sorted(step for _, step, _ in caught.value.refused) == [1, 2]
 
 
 def test_roll_back_abandons_and_goes_on(runtime_dir: Path):
@@ -692,20 +467,6 @@ def test_roll_back_abandons_and_goes_on(runtime_dir: Path):
         back = blank(small())
         load(back, engine.reader(save_id=abandoned.save_id))
         assert back["lr"] == 3.1
-
-
-def test_zombie_is_refused(runtime_dir: Path):
-    with Engine.open(config(runtime_dir)) as old, Engine.open(config(runtime_dir)) as new:
-        save(old, 1, small(1))
-        assert new.load(blank(small())) == 1
-        save(old, 2, small(2))  # who only loads takes nothing over
-        save(new, 2, small(3))
-        error = failure_of(lambda: save(old, 3, small(2)))
-        assert isinstance(error, StaleAttemptError)
-        assert [info.step for info in new.checkpoints()] == [2, 1]
-        back = blank(small())
-        assert new.load(back) == 2
-        assert back["lr"] == 3.1, "the one that new saved"
 
 
 def test_looking_changes_nothing(runtime_dir: Path, tmp_path: Path):
@@ -736,44 +497,6 @@ def test_looking_changes_nothing(runtime_dir: Path, tmp_path: Path):
         save(again, 5, small(5))
 
 
-@pytest.mark.parametrize("happened", [True, False])
-def test_a_commit_of_unknown_outcome(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, happened: bool
-):
-    save(engine, 1, small(1))
-    client = engine._session.client
-    commit = client.commit
-
-    def lost(manifest: bytes, plan: bytes | None = None, *, attempt: bytes) -> Any:
-        if happened:
-            commit(manifest, plan, attempt=attempt)
-        raise AgentError("no answer", outcome="unknown")
-
-    monkeypatch.setattr(client, "commit", lost)
-    error = failure_of(lambda: save(engine, 2, small(2)))
-    assert isinstance(error, AgentError)
-    assert error.outcome == "unknown"
-    monkeypatch.undo()
-    save(engine, 3, small(3))
-    assert [info.step for info in engine.checkpoints()] == ([3, 2, 1] if happened else [3, 1])
-    parent = manifest_of(engine, 2 if happened else 1)
-    assert manifest_of(engine, 3).parent == parent.save_id
-    assert manifest_of(engine, 3).seq == 2  # never used twice
-
-
-def test_agent_killed_between_saves(engine: Engine):
-    save(engine, 1, small(1))
-    for step in (2, 3):
-        health = engine.status().health
-        os.kill(health.pid, signal.SIGKILL)
-        save(engine, step, small(step))
-        assert engine.status().health.pid != health.pid
-    assert [info.step for info in engine.checkpoints()] == [3, 2, 1]
-    back = blank(small())
-    assert engine.load(back) == 3
-    assert back["lr"] == 3.1
-
-
 def test_a_load_that_is_the_first_request_to_a_new_agent(runtime_dir: Path, tmp_path: Path):
     """What the agent before it had noted was lost with it, and so were manifests in memory."""
     tier = {"name": "disk", "url": f"file://{tmp_path}/t"}
@@ -796,19 +519,6 @@ def test_a_load_that_is_the_first_request_to_a_new_agent(runtime_dir: Path, tmp_
             back = blank(small())
             assert engine.load(back) == step, lost
             assert same(back["model"]["w"], small(step)["model"]["w"])
-
-
-def test_restart_of_the_trainer(runtime_dir: Path):
-    with Engine.open(config(runtime_dir)) as engine:
-        save(engine, 7, small(7))
-    with Engine.open(config(runtime_dir)) as engine:
-        back = blank(small())
-        assert engine.load(back) == 7
-        assert same(back["model"]["w"], small(7)["model"]["w"])
-        save(engine, 8, small(8))
-        info = engine.latest()
-        assert info is not None
-        assert (info.step, info.attempt) == (8, 2)
 
 
 # --- tiers, waiting -------------------------------------------------------------------------------
@@ -837,23 +547,6 @@ def test_wait_and_schedule(runtime_dir: Path, tmp_path: Path):
         assert info.tiers == ("memory", "disk")
 
 
-def test_damaged_block_comes_from_disk(runtime_dir: Path, tmp_path: Path):
-    tier = {"name": "disk", "url": f"file://{tmp_path}/t"}
-    state = {"big": torch.randint(0, 255, (9 << 20,), dtype=torch.uint8)}
-    with Engine.open(config(runtime_dir, tiers=[tier])) as engine:
-        save(engine, 1, state)
-        engine.wait(1, "disk", 30)
-        flip(slot_of(runtime_dir, manifest_of(engine, 1).segments[0].id), 5 << 20)
-        back = blank(state)
-        assert engine.load(back) == 1
-        assert same(back, state)
-        report = engine.last_restore
-        assert report is not None
-        assert report.repaired_blocks == 1
-        assert report.bytes_by_tier["disk"] == BLOCK_BYTES_LEAST, "no more than the block"
-        assert report.bytes_by_tier["memory"] == (9 << 20) - BLOCK_BYTES_LEAST
-
-
 def test_checkpoints_with_blocks_of_other_sizes(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a release that knew one size only, or that chooses others; a slot that had others."""
     torch.manual_seed(4)
@@ -876,7 +569,7 @@ def test_checkpoints_with_blocks_of_other_sizes(runtime_dir: Path, monkeypatch: 
 def test_a_tier_that_cannot_answer(runtime_dir: Path, tmp_path: Path):
     (tmp_path / "file").write_text("not a folder")
     tier = {"name": "disk", "url": f"file://{tmp_path}/file/below"}
-    with Engine.open(config(runtime_dir, tiers=[tier])) as engine:
+    with Engine.open(config(runtime_dir, tiers=[tier], close={"flush": "0s"})) as engine:
         with pytest.raises(TieredCkptError, match="disk"):
             save_or_raise(engine)
         with pytest.raises(NoRecoverableCheckpointError, match="disk"):
@@ -891,23 +584,6 @@ def save_or_raise(engine: Engine) -> None:
         save(engine, 1, small())
     except CheckpointException as error:
         raise error.failures[0][0] from error
-
-
-def test_capacity_is_checked_before_the_first_copy(runtime_dir: Path):
-    with Engine.open(config(runtime_dir, memory={"capacity": "8MiB"})) as engine:
-        state = {"w": torch.zeros(4 << 20, dtype=torch.uint8)}
-        error = failure_of(lambda: save(engine, 1, state))
-        assert isinstance(error, CapacityError)
-
-
-def test_many_saves_reuse_the_ring(engine: Engine):
-    state = small()
-    for step in range(12):
-        save(engine, step, state)
-    assert [info.step for info in engine.checkpoints()] == [11, 10, 9]
-    assert engine.last_save is not None
-    assert not engine.last_save.cold
-    assert engine.status().namespaces[0].slots <= 4
 
 
 @pytest.mark.gpu
@@ -937,15 +613,6 @@ def test_a_tensor_whose_storage_was_freed_is_refused(engine: Engine):
     assert engine.load(blank(state)) == 1
 
 
-def test_bytes_that_torch_did_not_write_are_saved_without_a_check(engine: Engine):
-    class Raw(DefaultSavePlanner):
-        def transform_object(self, write_item: Any, value: Any) -> Any:
-            return io.BytesIO(value)
-
-    for step, data in enumerate((b"PK\x03\x04 no archive", b"", b"\x80\x04}.", b"hello")):
-        save(engine, step, {f"v{step}": data}, planner=Raw())
-
-
 @pytest.mark.parametrize("after", ["_lock_granted", "_reserve"])
 def test_interrupted_saves_leak_no_slot(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, after: str
@@ -960,7 +627,7 @@ def test_interrupted_saves_leak_no_slot(
         original(self, *args)
         raise KeyboardInterrupt
 
-    for step in range(3, 8):
+    for step in range(3, 6):
         with monkeypatch.context() as patch:
             patch.setattr(slot_ring.SlotRing, after, interrupted)
             if after == "_reserve":
@@ -969,29 +636,3 @@ def test_interrupted_saves_leak_no_slot(
             assert isinstance(error, KeyboardInterrupt)
         save(engine, step, state)
     assert engine.status().namespaces[0].slots == slots
-
-
-def test_what_was_loaded_is_evicted_by_a_trainer_that_should_be_dead(runtime_dir: Path):
-    """Who restarts goes on from what it loaded; what the other saved meanwhile stays, aside."""
-    settings = config(runtime_dir, memory={"keep": {"last": 2}})
-    old, new = Engine.open(settings), Engine.open(settings)
-    old.load({})
-    states = {step: small(step) for step in range(1, 8)}
-    for step in (1, 2):
-        save(old, step, states[step])
-    back = blank(small())
-    assert new.load(back) == 2
-    assert same(back, states[2])
-    for step in (3, 4, 5):
-        save(old, step, states[step])
-    aside = manifest_of(old, 5)
-    save(new, 6, states[6])
-    assert manifest_of(new, 6).seq == 0
-    with pytest.raises(StaleAttemptError):
-        raise failure_of(lambda: save(old, 7, states[7]))
-    assert [info.step for info in new.checkpoints()] == [6]
-    back = blank(small())
-    load(back, new.reader(save_id=aside.save_id))
-    assert same(back, states[5])
-    old.close()
-    new.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tests.support.agent import spec_of, wait_until
 from tests.support.peers import Job, PeerHost
@@ -58,6 +59,7 @@ def closing(job: Job, hosts: list[PeerHost]) -> Callable[[], None]:
     return close
 
 
+@pytest.mark.full
 def test_two_hosts_commit_prune_and_are_restored_elsewhere(runtime_dir: Path, tmp_path: Path):
     bucket = tmp_path / "bucket"
     settings = spec(bucket, delete_delay_s=1.0)

@@ -33,6 +33,7 @@ def level(host: PeerHost, saved: Manifest) -> str:
     return host.client.progress(saved.save_id).levels["disk"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scope", ["host", "shared"])
 def test_a_slow_host_and_a_fast_one_end_with_the_same_checkpoints(
     runtime_dir: Path, tmp_path: Path, scope: str
@@ -61,7 +62,7 @@ def test_a_slow_host_and_a_fast_one_end_with_the_same_checkpoints(
             slow.mkdir()
         assert late.trainer.tier("disk").available  # who asks cuts the pause short
         for host in (quick, late):
-            wait_until(lambda h=host: level(h, saves[-1]) == "done", deadline_s=30)
+            wait_until(lambda h=host: level(h, saves[-1]) == "done", deadline_s=LONG_S)
         after = job.save(7, tiers=("disk",))
         for host in (quick, late):
             wait_until(lambda h=host: level(h, after) == "done", deadline_s=LONG_S)

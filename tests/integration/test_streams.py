@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from tests.support.ranks import run_ranks
-from tests.support.states import config, flip, load, manifest_of, save, slot_of
+from tests.support.states import config, flip, manifest_of, save, slot_of
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, UsageError
 
@@ -99,14 +98,14 @@ def test_streams_that_the_keys_name(engine: Engine, runtime_dir: Path):
 
 
 class Module:
-    """A Stateful per stream, as a script may hold it."""
+    """A Stateful for each stream, as a script may hold it."""
 
     def __init__(self, name: str) -> None:
         self.content = part(name, None)
         self.calls = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return self.content
+        return dict(self.content)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.content = state
@@ -123,7 +122,7 @@ def test_stateful_parts(engine: Engine, runtime_dir: Path):
         assert [module.calls for module in state.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("bad", BOTH)
+@pytest.mark.parametrize("bad", ["critic", pytest.param("actor", marks=pytest.mark.full)])
 def test_they_walk_back_together(engine: Engine, runtime_dir: Path, bad: str):
     save_parts(engine, actor=(1, 2, 3), critic=(1, 2, 3))
     damage(engine, runtime_dir, 3, bad)
@@ -217,7 +216,7 @@ def trains(rank: int, runtime_dir: str, expected: int | None, actors: int) -> No
 
 
 def test_actor_and_critic_on_different_ranks(runtime_dir: Path):
-    for actors, world, expected in ((1, 2, None), (2, 3, 1), (1, 3, 3)):
+    for actors, world, expected in ((1, 2, None), (2, 3, 1)):
         run_ranks(trains, world, str(runtime_dir), expected, actors)
 
 
@@ -231,45 +230,6 @@ def differ(rank: int, runtime_dir: str) -> None:
             engine.load({"x": {}} if rank else {}, stream=BOTH)
 
 
+@pytest.mark.full
 def test_ranks_that_name_different_streams(runtime_dir: Path):
     run_ranks(differ, 2, str(runtime_dir))
-
-
-# --- torchtitan's folders -------------------------------------------------------------------------
-
-
-def test_torchtitans_folders_do_not_mix(engine: Engine, runtime_dir: Path):
-    """Each folder is a stream, also where one lies in another one."""
-    writer = engine.writer()
-    root = "outputs/run7/checkpoint"
-    for step in (10, 20, 30):
-        for folder, name in ((root, "model"), (f"{root}/ft-replicat-0", "data")):
-            if name == "model" or step < 30:
-                dcp.save(
-                    part(name, step),
-                    checkpoint_id=f"{folder}/step-{step}",
-                    storage_writer=writer,
-                    no_dist=True,
-                )
-    assert [found.step for found in engine.checkpoints("checkpoint")] == [30, 20, 10]
-    assert [found.step for found in engine.checkpoints("ft-replicat-0")] == [20, 10]
-    latest = engine.latest("ft-replicat-0")
-    assert latest is not None
-    assert (latest.step, latest.stream) == (20, "ft-replicat-0")
-    assert engine.latest() is None  # nothing was saved into "default"
-    for folder, name, step in ((root, "model", 30), (f"{root}/ft-replicat-0", "data", 20)):
-        state = part(name, None)
-        load(state, engine.reader(), checkpoint_id=f"{folder}/step-{step}")
-        assert_are({name: state}, step)
-    assert not Path("outputs").exists()
-    with again(runtime_dir) as restarted:
-        state = {"checkpoint": part("model", None), "ft-replicat-0": part("data", None)}
-        assert restarted.load(state) == 20
-        assert [state[name]["name"] for name in state] == ["model", "data"]
-        # One of them alone goes back; the other one goes on.
-        state = part("data", None)
-        found = restarted.load(state, step=10, stream="ft-replicat-0", abandon_newer=True)
-        assert found == 10
-        save(restarted, 15, part("data", 15), stream="ft-replicat-0")
-        assert [found.step for found in restarted.checkpoints("checkpoint")] == [30, 20, 10]
-        assert [found.step for found in restarted.checkpoints("ft-replicat-0")] == [15, 10]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.agent import ROOT
+from tests.support.scripts import run_script
 
 PAGE = (ROOT / "docs" / "start" / "tutorial.md").read_text()
 SCRIPTS = ROOT / "examples" / "tutorial"
@@ -32,30 +30,15 @@ class Newcomer:
 
     def __init__(self, folder: Path, runtime_dir: Path) -> None:
         self.folder = folder
-        self.environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "TIEREDCKPT_RUNTIME_DIR": str(runtime_dir),
-        }
+        self.environ = {"TIEREDCKPT_RUNTIME_DIR": str(runtime_dir)}
         (configuration,) = blocks("yaml")
         disk = "/tmp/tieredckpt-tutorial"
         assert disk in configuration
         (folder / "tieredckpt.yaml").write_text(configuration.replace(disk, f"{folder}/disk"))
 
-    def run(
-        self, script: str, *options: str, ranks: int = 2, failpoints: str = ""
-    ) -> tuple[int, str]:
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone",
-                f"--nproc-per-node={ranks}", str(SCRIPTS / script), *options,
-            ],
-            cwd=self.folder,
-            env={**self.environment, "TIEREDCKPT_FAILPOINTS": failpoints},
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
+    def run(self, script: str, *options: str, failpoints: str = "") -> tuple[bool, str]:
+        environ = {**self.environ, "TIEREDCKPT_FAILPOINTS": failpoints}
+        return run_script(SCRIPTS / script, *options, folder=self.folder, environ=environ, ranks=2)
 
 
 def losses(output: str, after: int = 0) -> set[str]:
@@ -67,20 +50,19 @@ def losses(output: str, after: int = 0) -> set[str]:
 
 @pytest.mark.nightly
 def test_the_script_before(runtime_dir: Path, tmp_path: Path):
-    code, output = Newcomer(tmp_path, runtime_dir).run("before.py", "--steps=6")
-    assert code == 0, output
+    is_done, output = Newcomer(tmp_path, runtime_dir).run("before.py", "--steps=6")
+    assert is_done, output
     assert (tmp_path / "ckpt" / "step-5").is_dir()
 
 
-@pytest.mark.slow
 def test_a_newcomer_gets_through(runtime_dir: Path, tmp_path: Path):
     newcomer = Newcomer(tmp_path, runtime_dir)
     # The save of step 10 dies before its commit; nobody cleans up.
-    code, killed = newcomer.run("after.py", "--steps=12", failpoints="save.commit.before=kill@2")
-    assert code != 0
+    is_done, killed = newcomer.run("after.py", "--steps=12", failpoints="save.commit.before=kill@2")
+    assert not is_done
     assert "starts from None" in killed
-    code, second = newcomer.run("after.py", "--steps=5")
-    assert code == 0, second
+    is_done, second = newcomer.run("after.py", "--steps=5")
+    assert is_done, second
     assert "starts from 5" in second
     # The first run had done steps 6 to 10, too, without a restart before them.
     assert losses(second) == losses(killed, after=5)

@@ -32,7 +32,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
 
 
-@pytest.fixture(params=["s3", "folder"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.full)])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The settings of a tier that hosts share, called "s3" either way."""
     if request.param == "folder":
@@ -121,6 +121,7 @@ def test_what_was_deleted_is_back_until_it_is_deleted_anew(
         assert torch.equal(state["w"], torch.full((1000,), 2.0))
 
 
+@pytest.mark.full
 def test_it_is_too_late_when_the_segments_go(runtime_dir: Path, where: dict[str, Any]):
     bucket = Bucket(runtime_dir, where, "0 s")
     with tieredckpt.Engine.open(bucket.settings) as engine:

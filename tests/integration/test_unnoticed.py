@@ -27,6 +27,7 @@ def settings_of(runtime_dir: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("starts_agent")
 def test_a_shared_tier_goes_on_without_what_memory_knew(runtime_dir: Path, tmp_path: Path):
     """The tier itself knows the attempt, from before."""
@@ -90,6 +91,7 @@ def test_an_older_step_is_not_settled_for_without_a_word(
         assert not [each for each in caplog.records if "newer" in each.message]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("starts_agent")
 def test_another_jobs_checkpoint_of_the_step_is_not_waited_for(runtime_dir: Path, tmp_path: Path):
     """It took the namespace over, from a host that cannot tell this one."""

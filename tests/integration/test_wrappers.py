@@ -208,10 +208,9 @@ def test_eight_bit_states_of_fsdp2_come_back_bit_for_bit_on_any_number_of_ranks(
     again = shop.run(load, 2, str(runtime_dir))
     assert [loaded for loaded, _ in again] == last
     assert [after for _, after in again] == [each[STEPS] for each in contents]
-    for ranks in (1, 4):
-        again = [loaded for loaded, _ in shop.run(load, ranks, str(runtime_dir))]
-        for name in last[0]:
-            assert whole(again, name) == whole(last, name), name
+    again = [loaded for loaded, _ in shop.run(load, 4, str(runtime_dir))]
+    for name in last[0]:
+        assert whole(again, name) == whole(last, name), name
     where = ("--runtime-dir", str(runtime_dir))
     for command in ("ls", "verify"):
         assert tieredckpt(command, *where).returncode == 0

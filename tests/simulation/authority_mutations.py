@@ -244,34 +244,32 @@ NOT_VISIBLE = {
 
 SEEDS = {
     "a term never ends": ("pressed", 59),
-    "a former leader prunes the bucket": ("moved", 41),
+    "a former leader prunes the bucket": ("moved", 42),
     "what another side saved goes": ("cut off", 31),
     "whoever answers is meant": ("dead host", 1),
     "what nobody here has heard of failed": ("agents cut", 1),
 }
-"""The theme whose seeds find it soon, and the seed that is tried first: any other is as good.
+"""The theme whose seeds find it soon, and one of them: any other is as good.
 
 The others are found by scenes; seeds find them rarely, or never.
 """
 
 
-def seeds_until_found(
-    name: str, theme: str | None, first: int, most: int
-) -> tuple[int | None, str]:  # fmt: skip
-    """Find the first seed with which a promise is broken; None: none of ``most``. And how."""
+def first_found(name: str, theme: str | None, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first of these seeds with which a promise is broken, and how."""
     with MUTATIONS[name](), simulated():
-        for seed in range(first, first + most):
+        for seed in seeds:
             try:
                 run_case(seed, theme=theme)
             except Violation as found:
                 return seed, str(found)
-    return None, f"not in {most} seeds"
+    return None
 
 
 def main() -> None:
     most, theme = int(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else None)
     for name in MUTATIONS:
-        found, how = seeds_until_found(name, theme, 0, most)
+        found, how = first_found(name, theme, range(most)) or ("none", f"not in {most} seeds")
         print(f"{found!s:>6}  {name}: {how}", flush=True)
 
 

@@ -571,7 +571,6 @@ def simulated() -> Iterator[None]:
             for name in [name for name, value in vars(module).items() if value is function]:
                 replace(module, name, kept)
     logging.disable(logging.CRITICAL)
-    gc.collect()
     gc.freeze()  # cases make many objects, and no garbage that could not wait
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 50)

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-import msgspec
-
 from tests.simulation.cluster_host import CONNECT_S, Host
 from tests.simulation.cluster_leader import Leader
 from tests.simulation.cluster_promises import Promises, Violation
@@ -66,8 +64,7 @@ class Setting:
     ack_each: bool = False
     """Whether holders acknowledge each segment at once, or all together."""
     ack_gossip: bool = True
-    """Whether acknowledgements, too, spread by anti-entropy (in large clusters that is most of the
-    work, and tells nobody anything but a new leader, who is told anyway)."""
+    """Whether acknowledgements, too, spread by anti-entropy."""
     shrink: float = 0.0
     """How likely a lost host is not replaced."""
     faults: float = 0.12
@@ -119,7 +116,6 @@ class World:
         self._numbers = itertools.count()
         self._ids = itertools.count(1)
         self._views: dict[frozenset[str], View] = {}
-        self._parts: dict[tuple, dict[str, Manifest]] = {}
         self._facts: dict[str, SegmentFact] = {}
         self._encoded: dict[str, bytes] = {}
         self.hosts: dict[str, Host] = {}
@@ -278,36 +274,6 @@ class World:
         chain = history.Chain(manifests, attempts)
         over = chain.ancestors(saved) - {each.id for each in chain.heads}
         return View(lines, frozenset(stay), tuple(active), tuple(drop), frozenset(over))
-
-    def part_for(self, host: Host, manifest: Manifest) -> Manifest:
-        """The manifest without what does not concern this host: all hosts together would read it
-        as often as there are hosts. ``tests/simulation/test_cluster.py`` compares the two.
-        """
-        if self.setting.hosts <= 64:
-            return manifest
-        orders = tuple(sorted(
-            w.id for w in host.words.values()
-            if w.save_id == manifest.save_id and w.kind == "order"
-        ))  # fmt: skip
-        parts = self._parts.get((manifest.save_id, orders))
-        if parts is None:
-            parts = self._divide(manifest, host.records_of(manifest.save_id))
-            self._parts[manifest.save_id, orders] = parts
-        return parts.get(host.id) or _without(manifest)
-
-    def _divide(self, manifest: Manifest, records: list[SaveRecord]) -> dict[str, Manifest]:
-        segments: dict[str, list[SegmentRef]] = {}
-        of = replication.placement_of(manifest, records)
-        for ref in manifest.segments:
-            for holder in (ref.host, *of[ref.host]):
-                segments.setdefault(holder, []).append(ref)
-        named = {each.host: each for each in manifest.replicas}
-        return {
-            holder: _without(manifest, tuple(refs), tuple(
-                named[owner] for owner in dict.fromkeys(ref.host for ref in refs) if owner in named
-            ))
-            for holder, refs in segments.items()
-        }  # fmt: skip
 
     # --- the job ----------------------------------------------------------------------------------
 
@@ -550,11 +516,3 @@ class World:
             host_id=host.id, namespace=NAMESPACE, tiers=(memory,),
             attempts=tuple(encode_attempt(a) for a in attempts),
         )  # fmt: skip
-
-
-def _without(
-    manifest: Manifest,
-    segments: tuple[SegmentRef, ...] = (),
-    replicas: tuple[Holders, ...] = (),
-) -> Manifest:
-    return msgspec.structs.replace(manifest, segments=segments, replicas=replicas)

@@ -39,22 +39,6 @@ def small(seed: int) -> Setting:
     )
 
 
-def large(seed: int, hosts: int, saves: int) -> Setting:
-    """Many hosts; replicas and labels drawn."""
-    draw = Random(f"large {seed}")
-    return Setting(
-        seed=seed,
-        hosts=hosts,
-        replicas=draw.choice((1, 2)),
-        racks=draw.choice((0, hosts // 16)),
-        saves=saves,
-        refill=draw.random() < 0.5,
-        ack_gossip=False,
-        quiet_s=150.0 if hosts <= 1000 else 60.0,
-        faults=0.25,
-    )
-
-
 def run_case(setting: Setting, found: Counter[tuple[str, str]] | None = None) -> World:
     """Run it to its end. Raises CaseFailed if a promise does not hold."""
     world = World(setting)

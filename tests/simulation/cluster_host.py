@@ -129,9 +129,7 @@ class Host:
         orders = sum(record.kind == "order" for record in known)
         if self._idle.get(manifest.save_id) == orders:
             return False
-        jobs = replication.jobs_of(
-            self.id, self.life, self.world.part_for(self, manifest), known, self.world.lost()
-        )
+        jobs = replication.jobs_of(self.id, self.life, manifest, known, self.world.lost())
         if not jobs:
             self._idle[manifest.save_id] = orders
         done = []

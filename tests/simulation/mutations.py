@@ -1,6 +1,6 @@
 """The product, broken on purpose: each of these must be found, or the simulation checks nothing.
 
-``python -m tests.simulation.mutations`` says for each one how many seeds it took.
+``python -m tests.simulation.mutations`` says for each one which seed finds it first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +200,15 @@ def mutated(name: str) -> Iterator[None]:
         yield
 
 
-def seeds_until_found(name: str, *, first: int = 0, most: int = SEEDS_MAX) -> tuple[int, str]:
-    """How many seeds it takes until a case fails, and how it fails; 0: it was not found."""
+def first_found(name: str, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first of these seeds with which a case fails, and how it fails."""
     with simulated(), mutated(name):
-        for number in range(most):
+        for seed in seeds:
             try:
-                run_case(first + number)
+                run_case(seed)
             except CaseFailed as failure:
-                return number + 1, str(failure).partition("): ")[2].partition("\n")[0]
-    return 0, "not found"
+                return seed, str(failure).partition("): ")[2].partition("\n")[0]
+    return None
 
 
 def main() -> None:
@@ -217,8 +217,9 @@ def main() -> None:
         if len(sys.argv) > 1 and sys.argv[1] not in name:
             continue
         began_s = time.monotonic()
-        count, how = seeds_until_found(name, most=int(os.environ.get("SEEDS", SEEDS_MAX)))
-        tell(f"{name}: {count or 'NOT FOUND'} ({time.monotonic() - began_s:.0f} s) {how[:150]}\n")
+        found = first_found(name, range(int(os.environ.get("SEEDS", SEEDS_MAX))))
+        seed, how = found or ("NOT FOUND", "")
+        tell(f"{name}: {seed} ({time.monotonic() - began_s:.0f} s) {how[:150]}\n")
         sys.stdout.flush()
 
 

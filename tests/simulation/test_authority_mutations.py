@@ -17,10 +17,11 @@ from tests.simulation.authority_mutations import (
     MUTATIONS,
     NOT_VISIBLE,
     SEEDS,
-    seeds_until_found,
+    first_found,
 )
 from tests.simulation.authority_scene import RULES, Broken, Scene, promise, said
 from tests.simulation.authority_world import run_case
+from tests.simulation.known_seeds import check_known_seed
 from tieredckpt.errors import (
     NamespaceInUseError,
     NoRecoverableCheckpointError,
@@ -28,9 +29,6 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 
-FOUND_WITHIN = 200
-"""Seeds of a theme. The one that is tried first does, until somebody changes what seeds draw: then
-``authority_mutations.SEEDS`` is to name others, or this takes 10 s each."""
 COPIES = dataclasses.replace(RULES, keep=6, replicas=2)
 """Each of three hosts has everything."""
 BUCKET = dataclasses.replace(RULES, bucket_keep=4)
@@ -428,8 +426,7 @@ def test_what_cannot_be_seen_is_not_seen(name: str):
 
 @pytest.mark.parametrize("name", sorted(SEEDS))
 def test_what_is_broken_on_purpose_is_found_by_seeds(name: str):
-    theme, first = SEEDS[name]
-    seed, how = seeds_until_found(name, theme, first, FOUND_WITHIN)
-    assert seed is not None, how
+    theme, seed = SEEDS[name]
+    check_known_seed(seed, lambda seeds: first_found(name, theme, seeds), "SEEDS")
     with simulated():
         run_case(seed, theme=theme)

@@ -1,4 +1,4 @@
-"""Thousands of agents on a virtual clock, with the product's own decisions.
+"""Agents on a virtual clock, with the product's own decisions.
 
 Each seed is a cluster whose hosts die, reboot, are cut off and crawl while a job saves faster than
 it can replicate; ``cluster_promises.py`` has what must hold. One seed alone, with its trace:
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import cluster_mutations
-from tests.simulation.cluster import World
-from tests.simulation.cluster_case import CaseFailed, large, run_case, small
+from tests.simulation.cluster_case import CaseFailed, run_case, small
 from tests.simulation.cluster_mutations import MUTATIONS, NOT_VISIBLE, seeds_until_found
 from tests.support import counts
-from tieredckpt.policy import replication
+
+pytestmark = pytest.mark.full
 
 SEEDS = 48
 NIGHTLY_SEEDS = 5000
@@ -81,31 +81,6 @@ def test_a_seed_does_the_same_every_time():
     ]  # fmt: skip
     assert said[0] == said[1]
     assert said[0].strip()
-
-
-def test_a_host_needs_only_its_part_of_a_manifest():
-    """In large clusters each host is shown its part of a manifest: that changes nothing."""
-    world = World(large(3, hosts=80, saves=6))
-    compared = 0
-
-    def compare(host, life, manifest, records, lost=frozenset()):
-        nonlocal compared
-        found = plain(host, life, manifest, records, lost)
-        whole = world.committed[manifest.save_id]
-        assert found == plain(host, life, whole, records, lost)
-        compared += bool(found)
-        return found
-
-    plain, replication.jobs_of = replication.jobs_of, compare
-    try:
-        world.start()
-        for _ in range(6):
-            world.after(world.interval_s(), lambda: None)
-        world.after(60.0, lambda: setattr(world, "over", True))
-        world.run()
-    finally:
-        replication.jobs_of = plain
-    assert compared >= 80
 
 
 def test_without_faults_every_third_or_fourth_save_is_replicated_and_none_is_skipped():

@@ -8,6 +8,8 @@ import pytest
 
 from tests.simulation.host_disks import MUTATIONS, run_case, seeds_until_found
 
+pytestmark = pytest.mark.full
+
 
 def test_the_newest_whole_checkpoint_stays_on_all_hosts():
     found: Counter[str] = Counter()

@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 
 
-def parametrize(metafunc: pytest.Metafunc, quick: Iterable[Any], nightly: Iterable[Any]) -> None:
-    """Give the argument ``case`` of a test all ``quick`` cases, and the ``nightly`` ones marked.
+def parametrize(
+    metafunc: pytest.Metafunc, gate: Iterable[Any], full: Iterable[Any], nightly: Iterable[Any]
+) -> None:
+    """Give the argument ``case`` of a test all cases of the gate, and the others marked.
 
-    A run of `make test` makes thousands of nightly cases in each worker only to leave them out:
-    so it does not make them.
+    Each worker would make thousands of nightly cases only to leave them out: so a run that leaves
+    them out does not make them.
     """
     if "case" not in metafunc.fixturenames:
         return
-    cases = [pytest.param(case, id=str(case)) for case in quick]
-    if metafunc.config.option.markexpr != "not nightly":
+    cases = [pytest.param(case, id=str(case)) for case in gate]
+    cases += [pytest.param(case, id=str(case), marks=pytest.mark.full) for case in full]
+    if "not nightly" not in metafunc.config.option.markexpr:
         cases += [pytest.param(c, id=str(c), marks=pytest.mark.nightly) for c in nightly]
     metafunc.parametrize("case", cases)

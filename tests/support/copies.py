@@ -90,8 +90,3 @@ def copy_slots(host: PeerHost) -> int:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
             count += bytes.fromhex(REPLICA_ID) in file.read(4096)
     return count
-
-
-def same_save_ids(hosts: Iterable[PeerHost]) -> bool:
-    """Whether all hosts name the same newest replicated step."""
-    return len({status(host).newest_replicated_step for host in hosts}) == 1

@@ -56,8 +56,7 @@ class Saved:
     step: int
     seed: int
     save_id: str | None
-    certain: bool
-    """It was reported as committed."""
+    """None: it was not reported as committed."""
     replicated: bool = False
     """It was reported as replicated."""
 
@@ -70,7 +69,7 @@ class HostLedger:
 
     def add(self, step: int, seed: int, save_id: str | None) -> None:
         self.line = [each for each in self.line if each.step != step]
-        self.line.append(Saved(step, seed, save_id, save_id is not None))
+        self.line.append(Saved(step, seed, save_id))
 
     def replicated(self, step: int) -> None:
         """A step was reported as replicated."""
@@ -79,15 +78,13 @@ class HostLedger:
     def went_on_from(self, step: int) -> None:
         """Training restored ``step``: what came after it is abandoned."""
         self.line = [each for each in self.line if each.step <= step]
-        self.line[-1].certain = True
 
     def seeds(self) -> dict[int, int]:
         return {each.step: each.seed for each in self.line}
 
-    def least(self, *, nothing_lost: bool) -> int:
+    def least(self) -> int:
         """The oldest step that a restart may bring; 0: it may find nothing."""
-        kept = (e.step for e in self.line if (e.certain if nothing_lost else e.replicated))
-        return max(kept, default=0)
+        return max((each.step for each in self.line if each.replicated), default=0)
 
 
 class HostBench:
@@ -243,7 +240,7 @@ class HostBench:
 
     # --- afterwards ------------------------------------------------------------------------------
 
-    def restart(self, how: str = "", *, nothing_lost: bool = False, wait_s: float = 2.0) -> Any:
+    def restart(self, how: str = "") -> Any:
         """A new start, with fresh hosts for lost ones or without; what it loads is judged."""
         self.job.end()
         how = how or self.chance.choice(("replaced", "replaced", "fewer", "more", "others"))
@@ -260,15 +257,15 @@ class HostBench:
             shift = self.chance.randrange(1, len(hosts))
             hosts[:] = hosts[shift:] + hosts[:shift]
         self.note(f"restart, {how}: {', '.join(host.name for host in hosts)}")
-        self.start(wait_s=wait_s)
-        return self.load(nothing_lost=nothing_lost)
+        self.start()
+        return self.load()
 
-    def load(self, *, nothing_lost: bool = False) -> Any:
+    def load(self) -> Any:
         """``engine.load`` on all ranks, judged; rank 0's answer."""
         self.job.start("load", seeds=self.ledger.seeds())
         found = self.job.outcomes(DEADLINE_S)
         self.note(f"load: {found[0]!r:.300}")
-        least = self.ledger.least(nothing_lost=nothing_lost)
+        least = self.ledger.least()
         if any(isinstance(each, BaseException) for each in found):
             assert least == 0, f"{found[0]!r}, but step {least} was replicated: {self}"
             for each in found:

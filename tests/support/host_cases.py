@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from tests.support.faults import ForkedAgent, Trainer
 from tests.support.host_bench import DEADLINE_S, SILENT, HostBench, HostCase
 from tests.support.hosts import DATA, Host, needs_links
+from tieredckpt.errors import NoRecoverableCheckpointError, RankError
 
 RANK_STAGES = (
     "save.reserve.before", "save.copy", "save.seal.before", "save.seal.after",
@@ -28,17 +30,21 @@ SAVE_STAGES = (*RANK_STAGES, *LEADER_STAGES, *AGENT_STAGES, *LEADER_AGENT_STAGES
 
 LINKS = ("link cut", "no carrier", "parted", "slow", "late", "lossy", "stalled", "half-open")
 NIGHTLY_SEEDS = 10
-QUICK = (
-    ("save", "host lost", "save.copy"), ("save", "host lost", "agent.commit.before_manifest"),
-    ("replication", "host lost", "holder"), ("idle", "two hosts lost", "replicas 2"),
-    ("idle", "rack lost", "labels"), ("idle", "host rebooted", "empty"),
-    ("load", "host lost", "donor"), ("replication", "agent killed", "holder"),
-    ("save", "link cut", "data"), ("replication", "parted", "two hosts"),
-    ("save", "half-open", "proxy"), ("replication", "stalled", "proxy"),
+GATE = (
+    ("save", "host lost", "agent.commit.before_manifest"), ("replication", "host lost", "holder"),
+    ("idle", "two hosts lost", "replicas 2"), ("load", "host lost", "donor"),
+    ("save", "half-open", "proxy"),
 )  # fmt: skip
-"""What `make test` runs: each way to lose hosts, and links that fail in each of three ways (cut,
-cut between two hosts, silent). What a link only makes slower is left to the night.
+"""What `make test` runs: hosts lost where a save, its copies and a load are at stake, two of them
+lost at once, and the worst link, which is silent.
 """
+FULL = (
+    ("save", "host lost", "save.copy"), ("idle", "rack lost", "labels"),
+    ("idle", "host rebooted", "empty"), ("replication", "agent killed", "holder"),
+    ("save", "link cut", "data"), ("replication", "parted", "two hosts"),
+    ("replication", "stalled", "proxy"), ("load", "hosts late", "both holders"),
+)  # fmt: skip
+"""What `make test-all` runs, too. What a link only makes slower is left to the night."""
 
 
 def kinds() -> list[tuple[str, str, str]]:
@@ -55,6 +61,7 @@ def kinds() -> list[tuple[str, str, str]]:
         ("idle", "rack lost", "labels"),
         ("idle", "host rebooted", "empty"),
         ("load", "host lost", "donor"),
+        ("load", "hosts late", "both holders"),
         ("replication", "agent killed", "holder"),
         ("replication", "agent killed", "owner"),
     ]
@@ -67,15 +74,15 @@ def kinds() -> list[tuple[str, str, str]]:
     return found
 
 
-def chosen() -> tuple[list[HostCase], list[HostCase]]:
-    """What the environment asks for: (cases of `make test`, further ones of the nightly run)."""
+def chosen() -> tuple[list[HostCase], list[HostCase], list[HostCase]]:
+    """What the environment asks for: the cases of `make test`, of `make test-all`, of the night."""
     if text := os.environ.get("HOSTS_CASE"):
-        return [HostCase.parse(each) for each in text.split(",")], []
+        return [HostCase.parse(each) for each in text.split(",")], [], []
     first = int(os.environ.get("HOSTS_SEED", "0"))
     seeds = range(first, first + NIGHTLY_SEEDS)
-    every = [HostCase(*kind, seed) for seed in seeds for kind in kinds()]
-    quick = [HostCase(*kind, first) for kind in QUICK]
-    return quick, [case for case in every if case not in quick]
+    gate, full = ([HostCase(*kind, first) for kind in some] for some in (GATE, FULL))
+    every = (HostCase(*kind, seed) for seed in seeds for kind in kinds())
+    return gate, full, [case for case in every if case not in gate + full]
 
 
 def run_case(case: HostCase, folder: Path) -> None:
@@ -95,6 +102,7 @@ def run_case(case: HostCase, folder: Path) -> None:
             "two hosts lost": hosts_lost,
             "rack lost": rack_lost,
             "host rebooted": host_rebooted,
+            "hosts late": hosts_late,
             "agent killed": agent_killed,
         }.get(case.fault, link_spoiled)
         action(bench)
@@ -218,6 +226,37 @@ def host_rebooted(bench: HostBench) -> None:
     bench.lose(other)
     bench.restart("replaced")
     bench.go_on()
+
+
+def hosts_late(bench: HostBench) -> None:
+    """All who have some segment are down when the job starts elsewhere: a load that does not wait
+    for them names them, and one that waits finds it.
+    """
+    bench.prepare()
+    owner, holders = bench.job.trainers[0].placed(bench.step)[0]
+    bench.job.end()
+    down = [host for host in bench.cluster.hosts if host.name in {owner, *holders}]
+    for host in down:
+        host.stop_agent()
+    rest = [host for host in bench.cluster.hosts if host not in down]
+    members = [*rest, *(bench.cluster.add() for _ in down)]
+    bench.start(members, wait_s=0.0)
+    bench.job.start("load", seeds=bench.ledger.seeds())
+    found = bench.job.outcomes(DEADLINE_S)
+    for each in found:
+        assert isinstance(each, NoRecoverableCheckpointError | RankError), f"{found}: {bench}"
+    assert any(host.name in str(each) for host in down for each in found), f"{found}: {bench}"
+    bench.job.end()
+    bench.start(members, wait_s=DEADLINE_S)
+    step = bench.step
+    timer = threading.Timer(2.0, down[-1].start_agent)  # while the load waits, or before it
+    timer.start()
+    try:
+        loaded = bench.load()
+    finally:
+        timer.join()
+    assert loaded.step == step, f"{loaded}: {bench}"
+    bench.save(replicated=True)
 
 
 def agent_killed(bench: HostBench) -> None:

@@ -135,14 +135,12 @@ class HttpProxy:
         rules: The first one that is for a request strikes it. Change them at any time.
         seen: All requests, in order.
         bytes_per_s: Limit of all bodies together; 0: none.
-        look: Called with each request before it is passed on, in its connection's thread.
     """
 
     def __init__(self, target: str, *rules: Rule, tls: ssl.SSLContext | None = None) -> None:
         self.rules: list[Rule] = list(rules)
         self.seen: list[Request] = []
         self.bytes_per_s = 0.0
-        self.look: Callable[[Request], None] | None = None
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._tls = tls
@@ -218,8 +216,6 @@ class HttpProxy:
                 with self._lock:
                     self.seen.append(request)
                     rule = next((r for r in self.rules if r.strikes(request)), None)
-                if self.look is not None:
-                    self.look(request)
                 if rule is not None and rule.fault == "answer":
                     self._answer(client, asking, request, rule)
                     continue

@@ -365,58 +365,6 @@ def background_script(folder: str, steps: int, faults: list[Fault]) -> None:
     live.run(with_saves, config_of(folder))
 
 
-def unreplicated_script(folder: str, steps: int, faults: list[Fault]) -> None:
-    """FSDP without replicas."""
-    from tieredckpt import live
-
-    def with_shards(world: Any) -> None:
-        train(world, folder, steps, Faults(folder, faults), replicas=1)
-
-    live.run(with_shards, config_of(folder))
-
-
-def hooks_script(folder: str, steps: int, faults: list[Fault]) -> None:
-    """Each hook notes its call; the health check of rank 2 fails once."""
-    from tieredckpt import live
-
-    def note(name: str) -> Callable[[live.State], None]:
-        def hook(state: live.State) -> None:
-            error = type(state.fn_exception).__name__
-            with open(f"{folder}/hooks", "a") as file:
-                file.write(f"{name} {state.rank} {state.iteration} {error}\n")
-
-        return hook
-
-    def check(state: live.State) -> None:
-        note("health_check")(state)
-        if state.rank == 2 and state.iteration == 0:
-            raise RuntimeError("a sick device")
-
-    live.run(
-        lambda world: train(world, folder, steps, Faults(folder, faults)),
-        config_of(folder),
-        health_check=check,
-        abort=note("abort"),
-        finalize=note("finalize"),
-    )
-
-
-def outside_script(folder: str, steps: int, faults: list[Fault]) -> None:
-    """A step changes a parameter after its update."""
-    from tieredckpt import live
-
-    def change(model: Any) -> None:
-        import torch
-
-        with torch.no_grad():
-            model[3].bias.to_local().add_(1e-6)
-
-    def with_change(world: Any) -> None:
-        train(world, folder, steps, Faults(folder, faults), after_update=change)
-
-    live.run(with_change, config_of(folder))
-
-
 def train(
     world: Any,
     folder: str,

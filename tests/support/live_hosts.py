@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import processes_naming
+from tests.support.agent import fork_agents
 from tests.support.live import STEPS, Fault, Faults, Forked, Row, train
-from tests.support.preloaded import context
+from tests.support.preloaded import context, server_address, share_server
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.config.schema import load_config
 from tieredckpt.live import decide
@@ -38,7 +39,7 @@ LOOPBACK = f"127.81.{os.getpid() % 250}"
 FDS_MAX = 4
 MESSAGE_BYTES_MAX = 1 << 16
 CONFIG_VARIABLE = "TCK_TEST_CONFIG"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Zygote:
@@ -163,7 +164,7 @@ class Hosts:
                 stable_s=self._stable_s,
             )  # fmt: skip
             args = str(self.folder), name, namespace, policy, stands_by, self._replicas
-            self._args[name] = (*args, self._faults, self._script)
+            self._args[name] = (*args, self._faults, self._script, server_address())
             self._processes[name] = context.Process(target=_host, args=self._args[name])
             self._processes[name].start()
 
@@ -258,10 +259,14 @@ def _host(
     replicas: int,
     faults: Sequence[Fault],
     script: Callable[[Any, Path], None] | None,
+    server: str,
 ) -> None:
     """The process of a host."""
     if namespace is not None:
         netns.enter(namespace)
+    else:  # an agent that is killed is back before its host counts as lost
+        share_server(server)
+        fork_agents()
     config = f"{folder}/{name}.json"
     os.environ |= {
         NODE_NAME_VARIABLE: name,

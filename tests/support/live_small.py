@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,22 +164,12 @@ def barrier_at_the_end(world: Any, folder: str, steps: int, faults: Faults) -> N
         dist.barrier()
 
 
-def leaves(how: str, world: Any, folder: str, steps: int, faults: Faults) -> None:
-    """An ordered exception becomes an exit with a code, or an early return."""
+def leaves(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """An ordered exception becomes the end of the process, as if all was done."""
     try:
         plain(world, folder, steps, faults)
     except MemoryError:
-        if how == "return":
-            return
-        sys.exit(int(how))
-
-
-def from_itself(world: Any, folder: str, steps: int, faults: Faults) -> None:
-    """``raise error from error``: the causes of the error are a circle."""
-    try:
-        plain(world, folder, steps, faults)
-    except MemoryError as error:
-        raise error from error
+        sys.exit(0)
 
 
 def superseded(world: Any, folder: str, steps: int, faults: Faults) -> None:
@@ -208,25 +197,6 @@ def other_weights(world: Any, folder: str, steps: int, faults: Faults) -> None:
         torch.distributed.barrier()
         with torch.no_grad():
             job.model.weight.copy_(own)
-
-
-def between_two(world: Any, folder: str, steps: int, faults: Faults) -> None:
-    """In each step rank 0 waits for a message longer than a slice of a collective's wait."""
-    import torch
-    import torch.distributed as dist
-
-    from tieredckpt.live.torch_private import SLICE_S
-
-    job = Job(world, folder, faults)
-    world.load(job.state)
-    for step in world.steps(steps):
-        token = torch.zeros(1)
-        if world.rank == 0:
-            dist.recv(token, src=1)
-        else:
-            time.sleep(2 * SLICE_S)  # what is tested is the length of the wait
-            dist.send(token, dst=0)
-        job.do(step)
 
 
 def ends_at_sigterm(world: Any, folder: str, steps: int, faults: Faults) -> None:

@@ -1,4 +1,4 @@
-"""The fault matrix: which cases there are, which of them `make test` runs, and what was counted.
+"""The fault matrix: which cases there are, and which of them are run by `make test` and the others.
 
 A case is (operation, stage, victim, fault, seed). :func:`kinds` is the whole product; the seed
 draws what is left open (world size, retention, sizes, which file, which byte, what happens
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 NIGHTLY_CASES = 5000
 
 SAVE = (
@@ -62,6 +65,10 @@ MEDIA = {
 }  # fmt: skip
 
 
+Kind = tuple[str, str, str, str]
+"""Operation, stage, victim and fault."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One case; its text brings it back."""
@@ -85,12 +92,12 @@ class Case:
         return cls(*kind, int(seed.removeprefix("seed=")))
 
 
-def kinds() -> list[tuple[str, str, str, str]]:
+def kinds() -> list[Kind]:
     """All (operation, stage, victim, fault), without the seed."""
     return list(dict.fromkeys(_kinds()))
 
 
-def _kinds() -> Iterator[tuple[str, str, str, str]]:
+def _kinds() -> Iterator[Kind]:
     for operation, stages in STAGES.items():
         for stage, victim, fault in product(stages, ("trainer", "agent", "both"), ("kill", "stop")):
             if "adopt" not in stage or victim == "agent":
@@ -120,25 +127,63 @@ def _kinds() -> Iterator[tuple[str, str, str, str]]:
         yield "load", f"{medium}.read", "trainer", "eio"
 
 
-PAIRS = ((0, 3), (0, 2), (2, 3), (1,))
-"""Operation and fault, operation and victim, victim and fault; and each stage."""
+FAMILIES = {
+    **dict.fromkeys(DAMAGES, "damage"),
+    **dict.fromkeys(("enospc", "eio", "erofs", "emfile"), "failing medium"),
+    **dict.fromkeys(("same config", "other config"), "rival"),
+    **dict.fromkeys(("clock back", "clock ahead"), "clock"),
+}
+"""Faults of which the gate draws one for each operation; any other is a family of its own."""
+THIRDS = 3
+"""The gate hits one stage of so many."""
 
 
-def quick(first_seed: int) -> list[Case]:
-    """Cases that have all :data:`PAIRS` between them: about 114, most are the stages of a kill.
+def full(first_seed: int) -> list[Case]:
+    """Each operation with each fault and each victim, each victim with each fault, and each stage:
+    about 114 cases.
+    """
 
-    Each next case is the one that adds the most pairs. The order of equals is drawn with
-    ``first_seed``: one commit runs one choice.
+    def wanted(kind: Kind) -> set[tuple[str, ...]]:
+        operation, stage, victim, fault = kind
+        return {("of", operation, fault), ("of", operation, victim), (victim, fault), (stage,)}
+
+    return _cover(wanted, random.Random(first_seed), first_seed)
+
+
+def gate(first_seed: int, draw: int) -> list[Case]:
+    """Each operation and each victim with each family of faults, and a third of the stages: about
+    48 cases.
+
+    Args:
+        first_seed: Of each case.
+        draw: Which member of each family, and which stages. Another commit draws others.
+    """
+    stages = sorted({stage for each in STAGES.values() for stage in each})[draw % THIRDS :: THIRDS]
+
+    def wanted(kind: Kind) -> set[tuple[str, ...]]:
+        operation, stage, victim, fault = kind
+        family = FAMILIES.get(fault, fault)
+        found = {("of", operation, family), (victim, family)}
+        return found | {(stage,)} if stage in stages else found
+
+    return _cover(wanted, random.Random(draw), first_seed)
+
+
+def _cover(
+    wanted: Callable[[Kind], set[tuple[str, ...]]], chance: random.Random, seed: int
+) -> list[Case]:
+    """Cases that have all that is ``wanted`` of any kind. Each next one adds most of what is
+    missing; ``chance`` orders equals.
     """
     left = kinds()
-    random.Random(first_seed).shuffle(left)
-    pairs = {kind: {(f, *(kind[i] for i in f)) for f in PAIRS} for kind in left}
-    missing = set().union(*pairs.values())
+    chance.shuffle(left)
+    has = {kind: wanted(kind) for kind in left}
+    missing = set().union(*has.values())
     chosen = []
     while missing:
-        chosen.append(best := max(left, key=lambda kind: len(pairs[kind] & missing)))
-        missing -= pairs[best]
-    return [Case(*kind, first_seed) for kind in chosen]
+        chosen.append(best := max(left, key=lambda kind: len(has[kind] & missing)))
+        missing -= has[best]
+    return [Case(*kind, seed) for kind in chosen]
 
 
 def nightly(first_seed: int, count: int) -> list[Case]:
@@ -150,14 +195,25 @@ def nightly(first_seed: int, count: int) -> list[Case]:
     ]
 
 
-def chosen_cases() -> tuple[list[Case], list[Case]]:
-    """What the environment asks for: (cases of `make test`, further ones of the nightly run)."""
+def chosen_cases() -> tuple[list[Case], list[Case], list[Case]]:
+    """What the environment asks for: cases of `make test`, and those that `make test-all` and
+    `make test-nightly` have beside them.
+    """
     first_seed = int(os.environ.get("FAULT_SEED", "0"))
     if text := os.environ.get("FAULT_CASE"):
-        return [Case.parse(each) for each in text.split(",")], []
+        return [Case.parse(each) for each in text.split(",")], [], []
     if text := os.environ.get("FAULT_CASES"):
         start, _, stop = text.rpartition("-")
-        return nightly(first_seed, int(stop))[int(start or "0") :], []
-    cases = quick(first_seed)
-    known = set(cases)
-    return cases, [c for c in nightly(first_seed, NIGHTLY_CASES) if c not in known]
+        return nightly(first_seed, int(stop))[int(start or "0") :], [], []
+    cases = gate(first_seed, commit())
+    more = [case for case in full(first_seed) if case not in cases]
+    known = {*cases, *more}
+    return cases, more, [c for c in nightly(first_seed, NIGHTLY_CASES) if c not in known]
+
+
+def commit() -> int:
+    """The hash of the commit that is checked out; 0 where there is none."""
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return int(asked.stdout, 16) if asked.returncode == 0 else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 from benchmarks.measure import Report, Samples
 from benchmarks.processes import Setup
@@ -16,8 +15,3 @@ def works(setup: Setup, report: Report) -> Samples:
 
 def breaks(_setup: Setup, _report: Report) -> Samples:
     raise OSError("the disk said no")
-
-
-def hangs(_setup: Setup, _report: Report) -> Samples:
-    while True:
-        signal.pause()

@@ -36,7 +36,6 @@ class Proxy:
             this range.
         refusing: New connections are reset at once.
         opened: Connections so far.
-        forwarded_bytes: Both directions together.
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -45,7 +44,6 @@ class Proxy:
         self.cut_after_bytes: tuple[int, int] | None = None
         self.refusing = False
         self.opened = 0
-        self.forwarded_bytes = 0
         self._chance = random.Random(seed)
         self._lines: set[_Line] = set()
         self._listeners: list[socket.socket] = []
@@ -182,7 +180,6 @@ class Proxy:
                 sink.shutdown(socket.SHUT_WR)
                 return
             await self._loop.sock_sendall(sink, data)
-            self.forwarded_bytes += len(data)
 
     # --- faults -----------------------------------------------------------------------------------
 
@@ -204,11 +201,6 @@ class Proxy:
         self.cut_after_bytes = None
         self.refusing = False
         self.stall(False)
-
-    @property
-    def open_lines(self) -> int:
-        """Connections that are there now."""
-        return len(self._lines)
 
     def _do(self, action: Callable[[], Any]) -> Any:
         async def act() -> Any:

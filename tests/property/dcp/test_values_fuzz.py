@@ -13,19 +13,21 @@ import pytest
 from tests.property.dcp import fuzz_values
 from tests.support.preloaded import context
 
-ROUNDS = 6_000
+ROUNDS = 1_500
+ROUNDS_FULL = 6_000
 ROUNDS_NIGHTLY = 1_000_000
+SEARCHED = 2_000
 MISSED = {
-    "former": ("took", "signal", "too much memory", "beyond", "neither", "Function"),
-    "charge": ("took",),
-    "content": ("a bool that is neither",),
-    "order": ("is not",),
-    "padding": ("is not",),
+    "former": (470, "took", "signal", "too much memory", "beyond", "neither", "Function"),
+    "charge": (838, "took"),
+    "content": (470, "a bool that is neither"),
+    "order": (88, "is not"),
+    "padding": (648, "is not"),
     # What ends the comparison, and not what Python's own unpickler made, is a finding.
-    "dies": ("comparing ended with -9",),
-    "raises": ("KeyError",),
+    "dies": (0, "comparing ended with -9"),
+    "raises": (0, "KeyError"),
 }
-"""What is found of each way to leave something out."""
+"""Of each way to leave something out, a round that finds it, and what is said of it."""
 
 
 def fuzz(folder: Path, rounds: int, seed: int, first: int = 0, weakened: str = "") -> str:
@@ -53,9 +55,13 @@ def in_fork(output: Path, arguments: list[str]) -> None:
     sys.exit(fuzz_values.main(arguments))
 
 
-@pytest.mark.slow
 def test_nothing_is_found(tmp_path: Path):
     assert fuzz(tmp_path, ROUNDS, seed=1) == ""
+
+
+@pytest.mark.full
+def test_nothing_is_found_in_more_rounds(tmp_path: Path):
+    assert fuzz(tmp_path, ROUNDS_FULL - ROUNDS, seed=1, first=ROUNDS) == ""
 
 
 @pytest.mark.nightly
@@ -70,5 +76,8 @@ def test_nothing_is_found_in_many_rounds(tmp_path: Path):
 
 @pytest.mark.parametrize("weakened", list(MISSED))
 def test_it_would_find_something(tmp_path: Path, weakened: str):
-    found = fuzz(tmp_path, 1000, seed=1, weakened=weakened)
-    assert any(text in found for text in MISSED[weakened]), found
+    known, *texts = MISSED[weakened]
+    found = fuzz(tmp_path, 1, seed=1, first=known, weakened=weakened)
+    if not any(text in found for text in texts):
+        others = fuzz(tmp_path, SEARCHED, seed=1, weakened=weakened)
+        pytest.fail(f"not found by round {known}: write one of these in its place: {others}")

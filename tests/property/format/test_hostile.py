@@ -23,7 +23,6 @@ from tieredckpt.format.manifest import decode_attempt, decode_manifest
 from tieredckpt.format.records import decode_save_record
 
 TARGETS = targets()
-OTHERS = [sample for target in TARGETS for sample in target.samples]
 BEHIND_DIGEST = [
     t
     for t in TARGETS
@@ -39,20 +38,6 @@ def accepts(target: Target, data: bytes) -> bool:
     except IntegrityError:
         return False
     return True
-
-
-@by_target
-@given(data=st.binary(max_size=600))
-def test_noise(target: Target, data: bytes):
-    accepts(target, data)
-
-
-@by_target
-@given(seed=st.integers(0, 2**64 - 1))
-def test_mutated(target: Target, seed: int):
-    rng = random.Random(seed)
-    for _ in range(10):
-        accepts(target, mutate(rng.choice(target.samples), rng.choice(OTHERS), rng))
 
 
 @by_target
@@ -159,9 +144,9 @@ def test_densest_index():
 def test_densest_save_record():
     """An id of 34 bytes is the least that a segment takes, a host of 4 the least of a placement."""
     fields = msgspec.to_builtins(save_record("ack"))
-    letters = [letter for letter in map(chr, range(0x100, 0x400)) if letter.isprintable()][:320]
-    names = [first + second for first in letters for second in letters][:100_000]
-    segments = [digest(b"%d" % i).hex() for i in range(100_000)]
+    letters = [letter for letter in map(chr, range(0x100, 0x400)) if letter.isprintable()][:160]
+    names = [first + second for first in letters for second in letters][:20_000]
+    segments = [digest(b"%d" % i).hex() for i in range(20_000)]
     for name, value in (("segments", segments), ("placement", [[each, []] for each in names])):
         payload = msgspec.msgpack.encode(fields | {name: value})
         data = seal_record(b"TCKRECRD", 1, payload, compress=False)
@@ -209,7 +194,7 @@ def test_densest_plan():
     ids=["list", "tuple", "set", "dict", "str", "float", "big int"],
 )
 def test_densest_plain_data(piece: bytes):
-    count = 100_000
+    count = 20_000
     data = b"\xdd" + struct.pack(">I", count + 1) + b"\x01" + piece * count
     assert peak_of(lambda d: plain.decode_plain(d, len(d)), data) < 18 * len(data) + (1 << 17)
 

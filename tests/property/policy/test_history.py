@@ -595,7 +595,9 @@ def _zombie(start: Start | None) -> object:
 
 
 TestTimeline = Timeline.TestCase
-TestTimeline.settings = settings(stateful_step_count=40)
+TestTimeline.settings = settings(
+    stateful_step_count=40, max_examples=2 * settings.default.max_examples // 5
+)
 
 
 def test_nothing_is_abandoned_while_another_side_may_not_know_of_it():

@@ -19,6 +19,7 @@ from tieredckpt.storage.base import manifest_key
 @pytest.fixture
 def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setattr(worker, "BACKOFF_S_MAX", 0.05)
+    monkeypatch.setattr(worker, "BACKOFF_S", 0.05)
     host = Host(runtime_dir)
     yield host
     host.close()

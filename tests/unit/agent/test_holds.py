@@ -25,6 +25,7 @@ from tieredckpt.storage.shared.records import tombstone_of
 @pytest.fixture
 def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setattr(worker_module, "BACKOFF_S_MAX", 0.05)
+    monkeypatch.setattr(worker_module, "BACKOFF_S", 0.05)
     host = Host(runtime_dir)
     yield host
     host.close()

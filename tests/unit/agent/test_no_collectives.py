@@ -228,49 +228,6 @@ def test_a_bug_in_a_commit_leaves_nobody_waiting():
     assert error_of(agent.ask(rank=1)).startswith("AgentError: the agent failed")
 
 
-def test_giving_up_and_coming_too_late():
-    agent = Agent()
-    agent.put(0)
-    why = m.ErrorReply(error="TierUnavailableError", message="too late")
-    assert error_of(agent.ask(rank=0, give_up=why)) == "TierUnavailableError: too late"
-    assert error_of(agent.put(1)) == "TierUnavailableError: too late"
-    agent.put(0, 1)
-    agent.put(1, 1)
-    assert agent.ask(1, rank=0, give_up=why).state == "committed"  # it was there in time
-
-
-def test_a_rank_whose_part_was_lost_hands_it_in_again():
-    agent = Agent()
-    agent.put(0)
-    assert agent.ask(rank=0).state == "open"
-    assert agent.ask(rank=1).state == "unknown"
-
-
-def test_a_process_that_ends():
-    agent = Agent()
-    agent.put(0)
-    agent.gatherings.drop_session("session 1")
-    assert agent.ask().state == "open"
-    agent.gatherings.drop_session("session 0")
-    assert "rank 0's process ended" in error_of(agent.ask())
-    agent.put(0, 1)
-    agent.put(1, 1)
-    agent.gatherings.drop_session("session 0")
-    assert agent.ask(1).state == "committed"
-
-
-def test_ranks_that_go_on_leave_their_older_saves():
-    agent = Agent()
-    agent.put(0, 0)
-    agent.put(0, 1)
-    assert "rank 0 has started a newer save" in error_of(agent.ask(0))
-    # Another epoch is another count: only a commit ends what is open there.
-    agent.put(1, 5, key=key(5, epoch=2), step=15)
-    assert agent.ask(1).state == "open"
-    assert agent.put(1, 1).state == "committed"
-    assert "step 11 was committed meanwhile" in error_of(agent.ask(key=key(5, epoch=2)))
-
-
 def test_limits(monkeypatch: pytest.MonkeyPatch):
     agent = Agent()
     monkeypatch.setattr(coordinator, "OPEN_MAX", 2)
@@ -318,38 +275,3 @@ def test_a_host_that_is_lost_is_not_waited_for():
     assert "host third does not answer" in error_of(agent.ask(1))
     agent.gatherings._lost = lambda: frozenset({"other"})
     assert "host other does not answer" in error_of(agent.put(0, 2, world=3, hosts=hosts))
-
-
-def test_parts_of_hosts_that_do_not_stand_by_them_come_again():
-    agent = Agent()
-    asked: list[tuple[str, ...]] = []
-    answers = [frozenset({"other"}), frozenset[str]()]
-
-    def confirm(_: m.GatheringKey, parts: coordinator.Parts) -> frozenset[str]:
-        asked.append(tuple(parts))
-        return answers.pop(0)
-
-    agent.gatherings._confirm = confirm
-    agent.put(0, world=3)
-    agent.put(1, world=3)
-    found = agent.gatherings.contribute(part(2, 0, 3), "other")
-    assert found == m.Gathered(state="open", missing=(2,))
-    assert not agent.commits
-    assert agent.gatherings.contribute(part(2, 0, 3), "other").state == "committed"
-    assert asked == [("other",)] * 2
-    manifest = decode_manifest(agent.commits[0].manifest)
-    assert [ref.host for ref in manifest.segments] == ["host", "host", "other"]
-
-
-def test_who_leaves_while_hosts_are_asked_ends_it():
-    agent = Agent()
-    why = m.ErrorReply(error="TierUnavailableError", message="too late")
-
-    def confirm(_: m.GatheringKey, parts: coordinator.Parts) -> frozenset[str]:
-        assert agent.ask(rank=0, give_up=why).state == "open"
-        return frozenset(parts)
-
-    agent.gatherings._confirm = confirm
-    agent.put(0)
-    assert error_of(agent.gatherings.contribute(part(1, 0, 2), "other")).endswith("too late")
-    assert not agent.commits

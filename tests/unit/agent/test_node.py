@@ -23,6 +23,7 @@ from tests.support.agent import (
 from tieredckpt.agent.host.runtime import prepare_runtime_dir
 from tieredckpt.agent.node import Node
 from tieredckpt.agent.slots import allocator
+from tieredckpt.agent.tiers import worker as worker_module
 from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import (
     AgentError,
@@ -871,7 +872,10 @@ def test_records_that_were_deleted_are_written_again(host: Host, by: str):
     trainer.check(saved)
 
 
-def test_a_manifest_that_was_deleted_is_spilled(host: Host, tmp_path: Path):
+def test_a_manifest_that_was_deleted_is_spilled(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_module, "BACKOFF_S", 0.05)
     disk = tmp_path / "disk"
     disk.write_text("in the way")
     trainer = host.trainer(spec_of(tiers={"disk": disk}))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.agent.test_node import Host, steps
+from tieredckpt.agent.peering import attempts
 from tieredckpt.agent.tiers import worker
 from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import Manifest
@@ -21,6 +22,7 @@ from tieredckpt.storage.backends.file import FileTier
 @pytest.fixture
 def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setattr(worker, "BACKOFF_S_MAX", 0.05)
+    monkeypatch.setattr(worker, "BACKOFF_S", 0.05)
     host = Host(runtime_dir)
     yield host
     host.close()
@@ -110,8 +112,9 @@ def test_without_a_good_copy_nothing_is_uploaded(host: Host, tmp_path: Path, hel
 
 
 def test_what_the_disk_holds_goes_on_after_memory_was_lost(
-    host: Host, tmp_path: Path, held: threading.Event
+    host: Host, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(worker, "STOP_WAIT_S", 0.01)
     trainer = host.trainer(spec(tmp_path))
     saved = save(trainer, 1)
     wait_until(lambda: level(trainer, saved, "disk") == "done")
@@ -136,6 +139,7 @@ def test_who_waits_for_a_tier_waits_for_the_one_above_too(
 ):
     monkeypatch.setattr(worker, "BACKOFF_S_MAX", 600.0)
     monkeypatch.setattr(worker, "BACKOFF_S", 600.0)
+    monkeypatch.setattr(attempts, "ATTACH_WAIT_S", 0.1)
     (tmp_path / "disk").write_text("in the way")
     trainer = host.trainer(spec(tmp_path))
     saved = save(trainer, 1)

@@ -60,25 +60,6 @@ def test_each_operation():
     assert dict(zip(found.keys, found.values, strict=True)) == {"b": b"23", "c": b"4", "n": b"-2"}
 
 
-def test_compare_set():
-    tables = Tables()
-    assert ask(tables, "compare_set", "k", values=(b"old", b"new")).values == (b"old",)
-    assert ask(tables, "check", "k").number == 0
-    assert ask(tables, "compare_set", "k", values=(b"", b"new")).values == (b"new",)
-    assert ask(tables, "compare_set", "k", values=(b"", b"other")).values == (b"new",)
-    assert ask(tables, "compare_set", "k", values=(b"new", b"other")).values == (b"other",)
-
-
-def test_a_queue_is_no_key():
-    tables = Tables()
-    for value in (b"1", b"2"):
-        ask(tables, "push", "q", values=(value,))
-    assert ask(tables, "len", "q").number == 2
-    assert ask(tables, "count").number == 0
-    assert [ask(tables, "pop", "q").values for _ in range(3)] == [(b"1",), (b"2",), (None,)]
-    assert ask(tables, "len", "q").number == 0
-
-
 def test_add_to_no_number():
     tables = Tables()
     numbers = (b"x", b"9" * 100, b"9" * 5000, b"%d" % (2**63 - 1))
@@ -86,34 +67,6 @@ def test_add_to_no_number():
     for key in ("k", "long", "longer", "largest"):
         with pytest.raises(UsageError, match="no decimal number"):
             ask(tables, "add", key, amount=1)
-
-
-def test_a_get_waits_for_all_of_its_keys():
-    tables = Tables()
-
-    async def set_both() -> None:
-        for key in ("b", "a"):
-            await tables.do(NAMESPACE, kv("set", key, values=(b"x",)))
-            await asyncio.sleep(0)
-
-    (reply,), took_s = waits(tables, kv("get", "a", "b", wait_s=WAIT_S_MAX), then=set_both)
-    assert reply.values == (b"x", b"x")
-    assert took_s < WAIT_S_MAX / 2
-    assert not tables.waiting
-
-
-def test_a_wait_ends():
-    (reply,), took_s = waits(Tables(), kv("get", "a", wait_s=0.2), then=lambda: asyncio.sleep(0))
-    assert reply.values == (None,)
-    assert 0.2 <= took_s < WAIT_S_MAX / 2
-
-
-def test_a_value_is_popped_once():
-    tables = Tables()
-    one = kv("push", "q", values=(b"x",))
-    pop = kv("pop", "q", wait_s=0.2)
-    replies, _ = waits(tables, pop, pop, then=lambda: tables.do(NAMESPACE, one))
-    assert sorted(reply.values for reply in replies if reply.values != (None,)) == [(b"x",)]
 
 
 def test_a_watch_returns_after_a_change():

@@ -34,6 +34,7 @@ LOGGER = "tieredckpt.dcp.troubles"
 @pytest.fixture
 def host(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setattr(worker_module, "BACKOFF_S_MAX", 0.05)
+    monkeypatch.setattr(worker_module, "BACKOFF_S", 0.05)
     host = Host(runtime_dir)
     yield host
     host.close()

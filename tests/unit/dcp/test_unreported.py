@@ -70,25 +70,6 @@ def test_only_what_is_older_than_a_known_checkpoint_goes_for_room():
     assert here.overtaken(told, 1) is None
 
 
-def test_a_checkpoint_of_another_stream_says_nothing():
-    here = Here()
-    first, second = here.seal(), here.seal()
-    here.commit(second)
-    (mine, theirs) = before((first, "unknown"), (second, "committed"))
-    other = msgspec.structs.replace(theirs, stream="another")
-    assert here.overtaken([mine, other], 1) is None
-
-
-def test_a_committed_one_stays_as_long_as_retention_would_keep_it():
-    here = Here()
-    first, second, third = (here.seal() for _ in range(3))
-    told = before((first, "committed"), (second, "committed"), (third, "committed"))
-    here.commit(second)
-    assert here.overtaken(told, 2) is None
-    here.commit(third)
-    assert here.overtaken(told, 2) == first
-
-
 def test_what_an_ended_run_left_stays_until_the_next_one_goes_on():
     here = Here()
     base, unheard = here.seal(), here.seal()
@@ -236,13 +217,6 @@ def test_what_was_never_sent_to_be_committed_failed():
     ):  # type: ignore[arg-type]
         raise ValueError("a planner")
     assert outcomes_of(rank.unreported) == {hex_id(1): "failed"}
-
-
-def test_ranks_of_one_host_need_not_be_told():
-    metadata = SimpleNamespace()
-    with reporting_outcome(session("a"), metadata, RECEIPTS) as ending, ending.committing():  # type: ignore[arg-type]
-        pass
-    assert not hasattr(metadata, "storage_data")
 
 
 def test_a_rank_remembers_the_last_ones():

@@ -196,8 +196,7 @@ def test_rebuild_many():
     assert len(rebuild_plan(footers(specs))) == 300
 
 
-@pytest.mark.slow
-def test_a_million_chunks():
+def test_a_hundred_thousand_chunks():
     per_tensor = 500
     entries = [
         tensor(
@@ -205,14 +204,14 @@ def test_a_million_chunks():
             (per_tensor * 16, 4096),
             *(Chunk((j * 16, 0), (16, 4096), j, i) for j in range(per_tensor)),
         )
-        for i in range(2000)
+        for i in range(200)
     ]
     start_s = time.process_time()
     plan = build_plan(entries, structures=[bytes(16)] * per_tensor)
     data = encode_plan(plan)
     again: Plan = decode_plan(data)
     assert list(again.entries()) == entries
-    # Measured 3 s on 2 cores; the bound only catches a change of order.
+    # Measured 0.3 s on 2 cores; the bound only catches a change of order.
     assert time.process_time() - start_s < 30
     assert len(data) < 1 << 20
     assert isinstance(again.chunk_items, np.ndarray)

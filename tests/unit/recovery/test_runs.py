@@ -10,10 +10,7 @@ import pytest
 from tieredckpt.recovery.blocks import BlockTask
 from tieredckpt.recovery.copies import CopyError
 from tieredckpt.recovery.runs import (
-    RUN_BYTES_LEAST,
-    RUN_BYTES_MAX,
     SLOW_LEAST_S,
-    STRIKES_MAX,
     Run,
     Runs,
 )
@@ -69,21 +66,6 @@ def drain(runs: Runs, run: Run, count: int = 1 << 30) -> list[int]:
     return found
 
 
-def test_runs_are_consecutive_and_bounded():
-    runs = queue(tasks_of(*range(100), *range(120, 500)), donors=1)
-    seen: list[int] = []
-    while (run := runs.next_run(0)) is not None:
-        size = run.stop_byte - run.start_byte
-        assert size <= RUN_BYTES_MAX
-        blocks = blocks_of(run)
-        assert blocks == list(range(blocks[0], blocks[-1] + 1)), "one request has no gaps"
-        assert size >= RUN_BYTES_LEAST or blocks[-1] in (99, 499)
-        seen += drain(runs, run)
-        runs.done(run)
-    assert seen == [*range(100), *range(120, 500)]
-    assert runs.left() == []
-
-
 def test_a_donor_is_not_asked_for_what_it_does_not_have():
     runs = queue(tasks_of(*range(6)), donors=2, refused={2: {0}, 3: {0, 1}})
     first = runs.next_run(0)
@@ -124,97 +106,6 @@ def test_a_bad_block_goes_to_the_other_donor_and_to_nobody_twice():
     assert runs.next_run(1) is None
     assert [task.block for task in runs.left()] == [0]
     assert runs.failures == {0: {0: BAD, 1: BAD}}
-
-
-def test_a_donor_that_lacks_one_of_several_blocks_gives_the_others():
-    runs = queue(tasks_of(*range(8), size=MIB, together=8), donors=2)
-    run = runs.next_run(0)
-    assert run is not None
-    lacking, came = run, []
-    while lacking is not None:
-        blocks = [block for task in lacking.tasks for block in task.blocks]
-        if 5 in blocks:
-            runs.incomplete(lacking, GONE)
-        else:
-            came += blocks
-            drain(runs, lacking)
-            runs.done(lacking)
-        lacking = runs.next_run(0)
-    assert sorted(came) == [0, 1, 2, 3, 4, 6, 7]
-    other = runs.next_run(1)
-    assert other is not None
-    assert drain(runs, other) == [5]
-    runs.done(other)
-    assert runs.left() == []
-
-
-def test_what_a_broken_connection_did_not_bring_goes_back():
-    runs = queue(tasks_of(*range(8)), donors=2)
-    run = runs.next_run(0)
-    assert run is not None
-    first = blocks_of(run)
-    assert drain(runs, run, 1) == first[:1]
-    assert runs.next_task(run) is not None
-    runs.failed(run, GONE, final=False)
-    rest = []
-    while (run := runs.next_run(0)) is not None:
-        rest += drain(runs, run)
-        runs.done(run)
-    assert sorted(rest) == list(range(1, 8))
-    assert runs.left() == []
-
-
-def test_a_donor_that_only_fails_is_left_alone():
-    runs = queue(tasks_of(*range(4)), donors=2)
-    for _ in range(STRIKES_MAX):
-        run = runs.next_run(0)
-        assert run is not None
-        runs.failed(run, GONE, final=False)
-    assert runs.next_run(0) is None
-    other = runs.next_run(1)
-    while other is not None:
-        drain(runs, other)
-        runs.done(other)
-        other = runs.next_run(1)
-    assert runs.left() == []
-    assert runs.out == {0: GONE}
-
-
-def test_success_in_between_counts():
-    runs = queue(tasks_of(*range(60)), donors=1)
-    for _ in range(5 * STRIKES_MAX):
-        run = runs.next_run(0)
-        assert run is not None
-        drain(runs, run, 1)
-        runs.failed(run, GONE, final=False)
-    assert runs.out == {}
-
-
-def test_a_final_failure_ends_a_donor_at_once_and_says_why_of_each_block():
-    runs = queue(tasks_of(0, 1))
-    run = runs.next_run(0)
-    assert run is not None
-    runs.failed(run, GONE, final=True)
-    assert runs.next_run(0) is None
-    assert [task.block for task in runs.left()] == [0, 1]
-    assert runs.failures == {0: {0: GONE}, 1: {0: GONE}}
-
-
-def test_a_run_that_the_copy_does_not_have_whole_is_halved():
-    """The copy ends behind block 4: all before it come, and only the others are refused."""
-    runs = queue(tasks_of(*range(16)), donors=1)
-    landed: list[int] = []
-    requests = 0
-    while (run := runs.next_run(0)) is not None:
-        requests += 1
-        if run.stop_byte > 5 * 4 * MIB:
-            runs.incomplete(run, BAD)
-        else:
-            landed += drain(runs, run)
-            runs.done(run)
-    assert sorted(landed) == list(range(5))
-    assert [task.block for task in runs.left()] == list(range(5, 16))
-    assert requests <= 32
 
 
 def test_an_idle_donor_takes_half_of_what_another_has_not_begun():

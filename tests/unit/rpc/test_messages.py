@@ -35,7 +35,7 @@ for thread in threads: thread.join()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_first_decode_is_safe_in_threads():
     ends = [
         subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, timeout=60, check=False).returncode

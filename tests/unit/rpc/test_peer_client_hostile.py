@@ -305,6 +305,7 @@ def stalling_after(count: int) -> Script:
     return script
 
 
+@pytest.mark.full
 def test_a_donor_that_stalls():
     with server_that(stalling_after(1_000_000), stall_s=0.5) as client:
         began_s = time.monotonic()
@@ -331,6 +332,7 @@ def test_a_donor_that_drips():
         assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.full
 def test_a_server_that_drips_its_head():
     def script(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -391,7 +393,7 @@ def deaf() -> Iterator[str]:
 
 def test_rails_of_a_silent_host_have_one_deadline_together():
     with deaf() as one, deaf() as two, deaf() as three:
-        dial = Dial([one, two, three], 3.0)
+        dial = Dial([one, two, three], 1.0)
         with pytest.raises(TimeoutError):
             dial.run()
         assert sorted(dial.failed) == sorted([one, two, three])

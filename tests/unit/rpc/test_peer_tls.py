@@ -196,6 +196,7 @@ def test_files_that_do_not_fit(tmp_path: Path, ca: trustme.CA):
             PeerClient(HERE, NAMESPACE, Secret("", bad))
 
 
+@pytest.mark.full
 def test_somebody_who_never_ends_his_handshake(
     server_tls: TlsSpec, monkeypatch: pytest.MonkeyPatch
 ):

@@ -154,24 +154,6 @@ def test_keys():
 # --- commit ---------------------------------------------------------------------------------------
 
 
-def test_commit_and_load(place: Place):
-    catalog = Catalog(place.tier)
-    first, second = commit(catalog, 1), commit(catalog, 2, plan=1, stream="actor")
-    record = AttemptRecord("run", 1, "aa" * 16, "bb" * 16, (), 0.0)
-    for _ in range(2):
-        assert catalog.put_attempt(encode_attempt(record)) == record
-    for each in (catalog, Catalog(place.again())):
-        found = each.load()
-        assert {m.manifest.save_id for m in found.manifests} == {first.save_id, second.save_id}
-        assert sorted(m.step for m in each.manifests()) == [1, 2]
-        assert each.attempts() == (record,)
-        assert found.plans == set(PLAN_IDS[:2])
-        assert each.has_plan(PLAN_IDS[0])
-        assert set(found.segments) == {r.id for m in (first, second) for r in m.segments}
-        assert each.read_manifest("default", first.save_id) == encode_manifest(first)
-        assert each.read_plan(PLAN_IDS[0]) == PLANS[0]
-
-
 def test_commit_is_idempotent(place: Place):
     catalog = Catalog(place.tier)
     first = commit(catalog, 1)

@@ -29,7 +29,6 @@ from tieredckpt.errors import (
     IntegrityError,
     NotFoundError,
     TierUnavailableError,
-    UsageError,
 )
 from tieredckpt.storage.headroom import Headroom
 from tieredckpt.storage.memory import pool as pool_module
@@ -41,7 +40,6 @@ from tieredckpt.storage.memory.slot import (
     SlotInfo,
     lock_reserved,
     read_label,
-    try_lock_exclusive,
     try_lock_shared,
     write_label,
 )
@@ -97,67 +95,6 @@ def rescanned(pool: SlotPool) -> SlotPool:
 
 
 # --- life of a slot -------------------------------------------------------------------------------
-
-
-def test_create(pool: SlotPool):
-    slot = pool.create(CAPACITY, namespace="run", session_id=SESSION)
-    stat = path_of(pool, slot).stat()
-    assert stat.st_size == CAPACITY + LABEL_BYTES == slot.file_bytes == pool.total_bytes()
-    assert stat.st_blocks * 512 >= stat.st_size, "all pages are allocated"
-    assert stat.st_mode & 0o777 == 0o600
-    assert rescanned(pool).slots()[0].label == slot.label
-    for wrong in (0, -4096, 4097):
-        with pytest.raises(ValueError):
-            pool.create(wrong)
-
-
-def test_reserve_hands_over_a_locked_and_voided_slot(pool: SlotPool):
-    first = sealed(pool)
-    pool.free(first.slot_id)
-    reserved = reserve(pool, segment_name(2))
-    assert reserved.slot.slot_id == first.slot_id
-    label = read_label(reserved.fd, CAPACITY)
-    assert (label.state, label.segment_id) == ("reserved", segment_name(2))
-    assert label.generation == first.label.generation + 1
-    other = os.open(path_of(pool, first), os.O_RDWR)
-    assert not try_lock_shared(other)
-    os.close(reserved.fd)
-    assert try_lock_exclusive(other)
-    os.close(other)
-
-
-def test_reserve_takes_the_first_that_is_free(pool: SlotPool):
-    large = pool.create(4 * CAPACITY)
-    small = pool.create(CAPACITY)
-    mine = pool.create(8 * CAPACITY, session_id=SESSION)
-    among = ["00" * 16, mine.slot_id, small.slot_id, large.slot_id]
-    order = []
-    for number in range(3):
-        reserved = reserve(pool, segment_name(number), among=among)
-        order.append(reserved.slot.slot_id)
-        os.close(reserved.fd)
-    assert order == [mine.slot_id, small.slot_id, large.slot_id]
-    assert reserve(pool, segment_name(9)) is None
-    for slot_id in order:
-        assert pool.release(slot_id)
-    assert reserve(pool, segment_bytes=8 * CAPACITY + 1) is None
-    assert reserve(pool, among=()) is None
-    chosen = reserve(pool, among=(large.slot_id, small.slot_id))
-    assert chosen.slot.slot_id == large.slot_id
-    os.close(chosen.fd)
-
-
-def test_a_slot_that_anybody_has_locked_is_not_handed_out(pool: SlotPool):
-    slot = sealed(pool)
-    with pool.open_segment(SEGMENT) as reader:
-        assert pool.free(slot.slot_id)
-        assert pool.is_locked(slot.slot_id)
-        assert reserve(pool, segment_name(2)) is None
-        data = bytearray(4096)
-        reader.read_into(0, memoryview(data))
-        assert data == sample_segment(SEGMENT, 9000)[:4096]
-    assert not pool.is_locked(slot.slot_id)
-    os.close(reserve(pool, segment_name(2)).fd)
 
 
 def test_a_mapping_alone_keeps_the_lock(pool: SlotPool):
@@ -264,31 +201,6 @@ def test_the_segment_that_lay_there_before_cannot_be_sealed_again(pool: SlotPool
         )
     os.close(reserved.fd)
     assert rescanned(pool).find(SEGMENT) is None
-
-
-def test_free_release_remove(pool: SlotPool):
-    pool.create(CAPACITY)
-    reserved = reserve(pool)
-    slot_id = reserved.slot.slot_id
-    with pytest.raises(UsageError):
-        pool.free(slot_id)
-    assert not pool.remove(slot_id)
-    os.close(reserved.fd)
-    assert pool.release(slot_id)
-    assert pool.release(slot_id)
-    label = pool.slot(slot_id).label
-    assert (label.state, label.session_id) == ("free", SESSION), "affinity is remembered"
-    slot = sealed(pool)
-    assert not pool.release(slot.slot_id)
-    assert pool.free(slot.slot_id)
-    assert pool.free(slot.slot_id)
-    for _ in range(2):
-        assert pool.remove(slot_id)
-    assert pool.slots() == ()
-    assert not pool.free(slot_id)
-    with pytest.raises(NotFoundError):
-        pool.open_slot(slot_id)
-    assert list(pool.folder.iterdir()) == []
 
 
 # --- damage ---------------------------------------------------------------------------------------
