@@ -6,13 +6,12 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import engines, measure, runner
+from benchmarks import measure, runner
 from benchmarks.processes import ROOT, Spawner
 from benchmarks.registry import SCENARIOS, Scenario
 from benchmarks.shapes import Shape
@@ -97,20 +96,3 @@ def test_a_failed_scenario_is_shown_and_the_others_go_on(tmp_path: Path):
     assert outcomes[1].rows[0].reached
     assert not list((tmp_path / "shm").iterdir())
     assert not list((tmp_path / "disk").iterdir())
-
-
-@pytest.mark.nightly
-def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path, runtime_dir: Path):
-    command = [
-        *(sys.executable, "-m", "benchmarks", "--quick", "--repeat", "10000", "--only", "small"),
-        *("--disk", str(tmp_path / "disk"), "--shm", str(runtime_dir)),
-    ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        # Until its agent serves: the deadline is the test's own.
-        while not list(runtime_dir.glob("*/small/agent/agent.sock")):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=200) == 143
-    assert not list(runtime_dir.iterdir())
-    assert not engines.agents(runtime_dir)

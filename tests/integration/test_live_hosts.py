@@ -39,6 +39,9 @@ def test_hosts_that_are_lost_are_replaced_and_an_agent_costs_nothing(runtime_dir
         hosts.kill_agent("first")  # of the leader
         hosts.kill_agent("third")
         hosts.train_to(4)
+        # A host whose agent refuses connections while ranks fail counts as lost after a second.
+        hosts.wait(lambda: hosts.answers("first") and hosts.answers("third"))
+        hosts.train_to(5)
         hosts.wait(lambda: hosts.text("third").count("ranks on this host: none") == 1)
         assert "generation 1 ended" not in hosts.text()
         vote = "hosts that vote: first, second, third"

@@ -100,17 +100,3 @@ def test_other_weights_in_an_evaluation_are_not_kept(folder: Path, reference):
     check(found, reference, "training begins, 2 steps lost")
     named = "keeps no state: 'model.weight' changed outside of world.update"
     assert any(named in line for line in found.lines)
-
-
-@pytest.mark.full
-def test_a_barrier_in_finally_turns_an_exception_into_a_hang(folder: Path, reference):
-    found = trained(folder, "barrier_at_the_end", RAISE, hang_s=1.0)
-    check(found, reference)
-    assert found.said("generation 1 ended: no rank made progress")
-
-
-@pytest.mark.full
-def test_a_rank_that_exits_is_replaced(folder: Path, reference):
-    found = trained(folder, "leaves", RAISE)
-    check(found, reference)
-    assert found.said("generation 1 ended: rank 1 died (exit code 0)")

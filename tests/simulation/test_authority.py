@@ -7,12 +7,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +16,7 @@ from tests.simulation import authority_seam, authority_seeds
 from tests.simulation.authority_adapter import simulated
 from tests.simulation.authority_oracle import Violation
 from tests.simulation.authority_world import CALM, CROWDED, THEMES, run_case
+from tests.simulation.repeated import printed_by_each_process
 from tests.support import counts
 
 SEEDS = range(80)
@@ -120,7 +117,6 @@ def test_nothing_is_found_where_nothing_happens():
 
 @pytest.mark.full
 def test_a_seed_does_the_same_every_time():
-    """In another process, too, where sets of names have another order."""
     code = (
         "from tests.simulation.authority_world import *\n"
         "with simulated():\n"
@@ -130,15 +126,7 @@ def test_a_seed_does_the_same_every_time():
         "        except Violation as found:\n"
         "            print(*found.trace, found, sep='\\n')\n"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=200,
-            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(number)},
-        ).stdout
-        for number in (1, 2)
-    ]  # fmt: skip
-    assert said[0] == said[1]
-    assert said[0].count(b"a case of the theme") == 24
+    assert printed_by_each_process(code).count("a case of the theme") == 24
 
 
 @pytest.mark.full

@@ -8,16 +8,14 @@ it can replicate; ``cluster_promises.py`` has what must hold. One seed alone, wi
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.simulation import cluster_mutations
 from tests.simulation.cluster_case import CaseFailed, run_case, small
 from tests.simulation.cluster_mutations import MUTATIONS, NOT_VISIBLE, seeds_until_found
+from tests.simulation.repeated import printed_by_each_process
 from tests.support import counts
 
 pytestmark = pytest.mark.full
@@ -65,22 +63,13 @@ def test_what_is_broken_on_purpose_is_found(name: str):
 
 
 def test_a_seed_does_the_same_every_time():
-    """In another process, too, where sets of names have another order."""
     code = (
         f"from {__name__} import *\n"
         "for seed in (1, 4, 7, 10):\n"
         "    world = run_case(small(seed))\n"
         "    print(world.trace, sorted(world.found.items()), world.now_s)"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=200,
-            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(number)},
-        ).stdout
-        for number in (1, 2)
-    ]  # fmt: skip
-    assert said[0] == said[1]
-    assert said[0].strip()
+    assert printed_by_each_process(code).strip()
 
 
 def test_without_faults_every_third_or_fourth_save_is_replicated_and_none_is_skipped():

@@ -7,17 +7,14 @@ run the product's supervisors, ``live_ranks.py`` their processes. One seed alone
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.simulation.known_seeds import check_known_seed
 from tests.simulation.live_case import THEMES, run_case
 from tests.simulation.live_mutations import MUTATIONS, first_found
+from tests.simulation.repeated import printed_by_each_process
 from tests.support import counts
 
 SEEDS = 300
@@ -78,18 +75,9 @@ def test_each_theme_has_its_faults(theme: str):
 
 @pytest.mark.full
 def test_a_seed_does_the_same_every_time():
-    """In another process, too, where sets of names have another order."""
     code = (
         "from tests.simulation.live_case import run_case\n"
         "for seed in (1, 4, 7, 10, 13):\n"
         "    print(run_case(seed).trace)"
     )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=100,
-            capture_output=True, env={**os.environ, "PYTHONHASHSEED": str(number)},
-        ).stdout
-        for number in (1, 2)
-    ]  # fmt: skip
-    assert printed[0] == printed[1]
-    assert printed[0].strip()
+    assert printed_by_each_process(code).strip()

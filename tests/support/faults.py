@@ -31,7 +31,7 @@ import numpy as np
 
 from tests.conftest import processes_naming, stop_processes_of
 from tests.support.leftovers import shm
-from tests.support.preloaded import context
+from tests.support.preloaded import context, show_stacks
 
 MIB = 1 << 20
 DEADLINE_S = 90.0
@@ -615,6 +615,7 @@ class Trainer:
     def result(self, *, deadline_s: float = DEADLINE_S) -> Any:
         """What the command returns or raises; :class:`Died` if it took the process with it."""
         if not self._pipe.poll(deadline_s):
+            show_stacks(self._process)
             self.kill()
             raise NoAnswerError(f"the trainer did not answer within {deadline_s} s")
         try:

@@ -26,10 +26,12 @@ from tests.support.live import STEPS, Fault, Faults, Forked, Row, train
 from tests.support.preloaded import context, server_address, share_server
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.config.schema import load_config
+from tieredckpt.errors import AgentError
 from tieredckpt.live import decide
 from tieredckpt.live import messages as m
 from tieredckpt.live.job import joiner
 from tieredckpt.live.supervisor import Supervisor
+from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.testing import netns
 
 NAMES = ("first", "second", "third")
@@ -202,6 +204,12 @@ class Hosts:
         for pid in processes_naming(self.folder / name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def answers(self, name: str) -> bool:
+        """Whether the agent of a host serves requests."""
+        with AgentClient(self.folder / name) as client, contextlib.suppress(AgentError):
+            return bool(client.status(revive=False))
+        return False
 
     # --- the training -----------------------------------------------------------------------------
 

@@ -155,23 +155,6 @@ def communicating_state(world: Any, folder: str, steps: int, faults: Faults) -> 
         job.do(step)
 
 
-def barrier_at_the_end(world: Any, folder: str, steps: int, faults: Faults) -> None:
-    import torch.distributed as dist
-
-    try:
-        plain(world, folder, steps, faults)
-    finally:
-        dist.barrier()
-
-
-def leaves(world: Any, folder: str, steps: int, faults: Faults) -> None:
-    """An ordered exception becomes the end of the process, as if all was done."""
-    try:
-        plain(world, folder, steps, faults)
-    except MemoryError:
-        sys.exit(0)
-
-
 def superseded(world: Any, folder: str, steps: int, faults: Faults) -> None:
     """An ordered exception becomes that of a run that another one has superseded."""
     from tieredckpt import StaleAttemptError

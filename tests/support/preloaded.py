@@ -7,9 +7,11 @@ all use this one.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +46,13 @@ def start_server() -> None:
     """Start the fork server now, before other code tells it to have less imported."""
     context.set_forkserver_preload(MODULES)
     forkserver._forkserver.ensure_running()
+
+
+def show_stacks(process: BaseProcess) -> None:
+    """Have a fork that does not answer print where it stands; tests/support/frozen.py."""
+    if process.is_alive() and process.pid is not None:
+        os.kill(process.pid, signal.SIGRTMIN)
+        process.join(0.5)
 
 
 def server_address() -> str:

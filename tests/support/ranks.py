@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.agent import fork_agents
-from tests.support.preloaded import context, server_address, share_server
+from tests.support.preloaded import context, server_address, share_server, show_stacks
 
 
 class RankFailed(AssertionError):
@@ -38,9 +38,11 @@ def run_ranks(
             ranks.append((process, mine))
         try:
             answers = _collect([pipe for _, pipe in ranks], timeout_s)
-        finally:
             for process, _ in ranks:
                 process.join(5)
+                show_stacks(process)
+        finally:
+            for process, _ in ranks:
                 if process.is_alive():
                     process.kill()
                     process.join()
