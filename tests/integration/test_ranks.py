@@ -347,6 +347,7 @@ def without_a_group(rank: int, runtime_dir: str, store: str) -> None:
         join(rank, store)
         with pytest.raises(UsageError, match="opened before init_process_group"):
             engine.load(state)
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
     os.environ["WORLD_SIZE"] = "1"
     with opened(runtime_dir, namespace=f"alone{rank}") as engine:

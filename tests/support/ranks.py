@@ -95,6 +95,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
         )
+        dist.barrier()  # a target may destroy the group while other ranks are still connecting
         try:
             answer = (True, target(rank, *args))
             if dist.is_initialized():  # a test may have ended it
