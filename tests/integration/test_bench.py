@@ -85,6 +85,7 @@ def test_saves_of_two_ranks(place: Path, runtime_dir: Path):
     assert_nothing_is_left(place, runtime_dir)
 
 
+@pytest.mark.full
 def test_recoveries_from_memory_and_from_a_tier(place: Path, runtime_dir: Path):
     found = bench(place, "recover", *SMALL, "--ranks", "1", "--times", "1", "--json")
     assert [each["source"] for each in found["recoveries"]] == ["memory", "disk"]

@@ -31,6 +31,7 @@ def quick_run(folder: Path, runtime_dir: Path, *options: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_quick_run_of_one_scenario(tmp_path: Path, runtime_dir: Path):
     output = tmp_path / "results"
     result = quick_run(tmp_path, runtime_dir, "--only", "generations", "--output", str(output))

@@ -17,7 +17,7 @@ from tests.simulation.live_mutations import MUTATIONS, first_found
 from tests.simulation.repeated import printed_by_each_process
 from tests.support import counts
 
-SEEDS = 300
+SEEDS = 200
 FULL_SEEDS = 2_000
 NIGHTLY_SEEDS = 10_000
 LONG = ["voters change at once"]
