@@ -88,7 +88,15 @@ def test_run_that_is_stopped_leaves_nothing_but_what_failed(ended: str, tmp_path
     """As ``kill``, and as ``&`` in a shell, where SIGINT is ignored until somebody handles it."""
     by_make = ended.startswith("make")
     report = tmp_path / "report"
-    command = ["make", "test", "WORKERS=1", f"PYTEST_ARGS=-o testpaths= {LEAVES}"]
+    # An environment that looks old to make is not replaced under the tests that run in it.
+    command = [
+        "make",
+        "-o",
+        ".venv/.installed",
+        "test",
+        "WORKERS=1",
+        f"PYTEST_ARGS=-o testpaths= {LEAVES}",
+    ]
     if not by_make:
         command = [sys.executable, "-m", "pytest", "-n", "1", str(LEAVES)]
     with (tmp_path / "output").open("wb") as output:

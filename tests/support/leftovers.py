@@ -43,7 +43,7 @@ def begin() -> list[Path]:
     for parent in (home, shm()):
         for left in parent.glob("tck-run-*"):
             pid = left.name.rpartition("-")[2]
-            if pid.isdigit() and not Path("/proc", pid).exists():
+            if left.name == _RUN or (pid.isdigit() and not Path("/proc", pid).exists()):
                 end_processes(left.name)
                 _remove(left)
     netns.sweep()
