@@ -6,6 +6,7 @@ addresses.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -37,7 +38,8 @@ TERMINATED = 128 + signal.SIGTERM
 
 def parsed(args: list[str]) -> dict[str, Any]:
     """The values that `tieredckpt run` gets. Raises click.UsageError."""
-    return run.make_context("run", args).params
+    # click keeps the option for help of the first context, and the page of commands has another.
+    return copy.copy(run).make_context("run", args).params
 
 
 def policy_of(options: dict[str, Any]) -> Policy:

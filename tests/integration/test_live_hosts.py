@@ -115,6 +115,7 @@ def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):
         hosts.start("first", "second")
         hosts.start("third", stands_by=True)
         hosts.train_to(6)  # saved after 4
+        hosts.wait(lambda: hosts.has_copies("first", 4))
         hosts.lose("second")
         hosts.go_to(STEPS + 1)
         assert hosts.codes() == {"first": 0, "third": 0}, hosts.text()

@@ -27,11 +27,12 @@ from tests.support.preloaded import context, server_address, share_server
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.config.schema import load_config
 from tieredckpt.errors import AgentError
-from tieredckpt.live import decide
+from tieredckpt.live import board, decide
 from tieredckpt.live import messages as m
 from tieredckpt.live.job import joiner
 from tieredckpt.live.supervisor import Supervisor
 from tieredckpt.rpc.agent_client import AgentClient
+from tieredckpt.rpc.messages.agent import Status
 from tieredckpt.testing import netns
 
 NAMES = ("first", "second", "third")
@@ -207,9 +208,18 @@ class Hosts:
 
     def answers(self, name: str) -> bool:
         """Whether the agent of a host serves requests."""
+        return self._status(name) is not None
+
+    def has_copies(self, name: str, step: int) -> bool:
+        """Whether other hosts have copies of what was saved after a step."""
+        status = self._status(name)
+        found = [each.replication for each in status.namespaces] if status is not None else []
+        return any(each is not None and each.newest_replicated_step == step for each in found)
+
+    def _status(self, name: str) -> Status | None:
         with AgentClient(self.folder / name) as client, contextlib.suppress(AgentError):
-            return bool(client.status(revive=False))
-        return False
+            return client.status(revive=False)
+        return None
 
     # --- the training -----------------------------------------------------------------------------
 
@@ -270,6 +280,8 @@ def _host(
     server: str,
 ) -> None:
     """The process of a host."""
+    # An agent that a test kills may be back, and heard of, only after the second of the product.
+    board.DOUBT_S = board.FAILING_S
     if namespace is not None:
         netns.enter(namespace)
     else:  # an agent that is killed is back before its host counts as lost
