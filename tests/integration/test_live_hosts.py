@@ -122,7 +122,8 @@ def test_all_replicas_of_a_shard_on_a_lost_host(runtime_dir: Path, reference):
         assert "resumed at step 4 from the newest checkpoint, 2 steps lost" in hosts.text("first")
 
 
-@pytest.mark.parametrize("name", ["first", pytest.param("second", marks=pytest.mark.full)])
+@pytest.mark.full  # in the gate it is simulated
+@pytest.mark.parametrize("name", ["first", "second"])
 def test_the_smaller_part_of_a_split_waits_and_follows_when_it_is_back(
     runtime_dir: Path, reference, name: str
 ):
