@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from tests.support.agent import ROOT
+from tests.support.ports import own_loopback
 from tieredckpt.cli.run import run
 from tieredckpt.config.network import DEFAULT_PORT
 from tieredckpt.config.schema import Config, load_config
@@ -445,7 +446,7 @@ def slurm(runtime_dir: Path) -> Iterator[Slurm]:
 
 def test_a_batch_job_gets_a_host_of_another_one_and_loses_its_own(slurm: Slurm):
     """The script of examples/cluster, with real hosts: one joins, one leaves at SIGTERM."""
-    nodes = [f"127.82.{os.getpid() % 250}.{number}" for number in (1, 2, 3)]
+    nodes = [f"{own_loopback()}.{number}" for number in (1, 2, 3)]
     slurm.go_to(3)
     first = slurm.batch(7, nodes[:2])
     slurm.wait(lambda: "3" in slurm.text("steps").split())

@@ -1,4 +1,4 @@
-"""Of what is broken on purpose, the seed is known that finds it: it alone is tried."""
+"""Each mutation of the product has a known seed that finds it; only that one is tried."""
 
 from __future__ import annotations
 

@@ -86,14 +86,17 @@ def _remove_sockets() -> None:
 def end_processes(run: str = _RUN) -> None:
     """Kill what the tests of a run started and left: no fixture of theirs will."""
     mark = f"/{run}/".encode()
-    while True:  # one that forks while it is looked for has a child that is not in this listing
-        killed = [_kill(entry, mark) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        if not any(killed):
+    known: set[str] = set()
+    while True:  # a process that forks meanwhile has a child that is not in this listing
+        entries = [each for each in Path("/proc").iterdir() if each.name.isdigit()]
+        killed = {entry.name for entry in entries if _kill(entry, mark)}
+        if killed <= known:  # one that the kernel holds stays there for a while
             return
+        known |= killed
 
 
 def _kill(entry: Path, mark: bytes) -> bool:
-    """Whether the process is one of this run and lived until now."""
+    """Kill a process of this run. Returns whether it is one."""
     if int(entry.name) == os.getpid():
         return False
     try:

@@ -158,5 +158,7 @@ class _Run:
             os.write(self._config.stash[_STDERR], text.encode())
             os.kill(os.getpid(), signal.SIGINT)
         if not self._ended.wait(_STOPPING_S):
-            self._clean()
-            os._exit(1)
+            try:
+                self._clean()
+            finally:
+                os._exit(1)

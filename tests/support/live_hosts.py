@@ -23,6 +23,7 @@ from typing import Any
 from tests.conftest import processes_naming
 from tests.support.agent import fork_agents
 from tests.support.live import STEPS, Fault, Faults, Forked, Row, train
+from tests.support.ports import own_loopback
 from tests.support.preloaded import context, server_address, share_server
 from tieredckpt.agent.host.runtime import NODE_NAME_VARIABLE
 from tieredckpt.config.schema import load_config
@@ -37,7 +38,7 @@ from tieredckpt.testing import netns
 
 NAMES = ("first", "second", "third")
 PORT = 7411
-LOOPBACK = f"127.81.{os.getpid() % 250}"
+LOOPBACK = own_loopback()
 """Another one for each test process: others may run on this machine."""
 FDS_MAX = 4
 MESSAGE_BYTES_MAX = 1 << 16
@@ -280,7 +281,7 @@ def _host(
     server: str,
 ) -> None:
     """The process of a host."""
-    # An agent that a test kills may be back, and heard of, only after the second of the product.
+    # On a busy machine a killed agent is not restarted and read again within the product's second.
     board.DOUBT_S = board.FAILING_S
     if namespace is not None:
         netns.enter(namespace)

@@ -213,7 +213,9 @@ def chosen_cases() -> tuple[list[Case], list[Case], list[Case]]:
 
 def commit() -> int:
     """The hash of the commit that is checked out; 0 where there is none."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return int(asked.stdout, 16) if asked.returncode == 0 else 0
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return 0
+    return int(asked.stdout, 16)
