@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faults import (
-    Site,
-    Trainer,
-    eventually,
-)
-from tieredckpt.errors import (
-    NoRecoverableCheckpointError,
-    NotFoundError,
-    StaleAttemptError,
-)
+from tests.support.faults import Site, Trainer, eventually
+from tieredckpt.errors import NoRecoverableCheckpointError, NotFoundError, StaleAttemptError
 
 pytestmark = pytest.mark.full
 

@@ -42,15 +42,13 @@ def test_no_two_worlds_train_and_every_job_ends():
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", range(4))
 def test_more_seeds(chunk: int):
-    size = (FULL_SEEDS - SEEDS) // 4
-    run(range(SEEDS + chunk * size, SEEDS + (chunk + 1) * size))
+    run(range(SEEDS, FULL_SEEDS)[chunk::4])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("chunk", range(10))
 def test_many_seeds(chunk: int):
-    size = NIGHTLY_SEEDS // 10
-    run(range(FULL_SEEDS + chunk * size, FULL_SEEDS + (chunk + 1) * size))
+    run(range(FULL_SEEDS, FULL_SEEDS + NIGHTLY_SEEDS)[chunk::10])
 
 
 @pytest.mark.parametrize(
