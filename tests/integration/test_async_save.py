@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.plan_hooks import hook
 from tests.support.preloaded import context
 from tests.support.ranks import run_ranks
 from tests.support.states import blank, config, load, manifest_of, same, save
@@ -124,6 +125,19 @@ def test_the_restored_state_is_that_of_the_call(engine: Engine):
     assert report is not None
     assert report.step == 3
     assert report.save_id == manifest_of(engine, 3).save_id
+
+
+def test_rows_that_hooks_of_dcp_put_in_another_order(engine: Engine):
+    wanted = torch.rand(5, 3)
+    for step in range(3):  # the last ones are staged at their places in the segment
+        rows = torch.cat([wanted[2:], wanted[:2]])
+        hook(rows, [(2, rows[:3]), (0, rows[3:])], wanted.shape)
+        future = engine.async_save({"rows": rows}, step)
+        rows.fill_(1)
+        future.result(WAIT_S)
+        got = {"rows": torch.zeros(5, 3)}
+        load(got, engine.reader(step))
+        assert torch.equal(got["rows"], wanted)
 
 
 class Own(AsyncStager):

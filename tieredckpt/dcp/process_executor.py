@@ -50,8 +50,9 @@ from tieredckpt.dcp.save.part import receipts_in, write_part, written
 from tieredckpt.dcp.save.receipt import Receipt, Refusal
 from tieredckpt.dcp.slots.background_saves import BackgroundSave, in_process_executor_thread
 from tieredckpt.dcp.slots.copy import default_copy_threads, goes_by_bytes
+from tieredckpt.dcp.slots.leaves import WithoutData, without_data
 from tieredckpt.dcp.slots.slot_ring import WritableSlot
-from tieredckpt.dcp.slots.stager import Stage, StagedState, WithoutData, without_data
+from tieredckpt.dcp.slots.stager import Stage, StagedState
 from tieredckpt.dcp.state.checkpoint_id import Named
 from tieredckpt.dcp.state.plan_caches import put_back
 from tieredckpt.errors import ProtocolError, TieredCkptError, TierUnavailableError, UsageError

@@ -20,7 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tieredckpt.dcp.slots.stager import find_leaves, rebuild
+from tieredckpt.dcp.slots.leaves import find_leaves, is_plain, rebuild
 from tieredckpt.dcp.state.per_rank import PerRank
 from tieredckpt.dcp.state.wrappers import is_wrapper, plain_parts
 from tieredckpt.errors import UsageError
@@ -57,11 +57,10 @@ def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        if not is_wrapper(local):
+        if is_plain(leaf):
             return leaf.detach().clone()
-        leaves = [each.local.clone() for each in find_leaves({"": leaf})]  # not all have a clone()
-        return rebuild({"": leaf}, leaves)[""]
+        leaves = find_leaves({"": leaf})  # others have no clone(), or lose their plan in it
+        return rebuild({"": leaf}, leaves, [each.local.clone() for each in leaves])[""]
     if isinstance(leaf, bytes | str | int | float | bool | None):
         return leaf
     return copy.deepcopy(leaf)
@@ -109,7 +108,7 @@ class SurvivorState:
                 light[key] = map_values(content, _copied)
         # By module and name: a forward pass may assign a new tensor.
         self._buffers = [
-            (module, name, buffer.detach().clone())
+            (module, name, _copied(buffer))
             for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -272,4 +271,6 @@ def to_save(offers: Sequence[Offer], saved: int) -> list[tuple[int, tuple[str, .
 def _is_missing(offers: Sequence[Offer], name: str) -> bool:
     known = [each.parts[name] for each in offers if name in each.parts]
     boxes = frozenset().union(*(boxes for _, boxes in known))
-    return not known or sum(math.prod(sizes) for _, sizes in boxes) < known[0][0]
+    return not known or sum(math.prod(sizes) for _, sizes in boxes) < max(
+        whole for whole, _ in known
+    )

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 
+from tieredckpt.dcp.slots.leaves import planned
 from tieredckpt.errors import UsageError
 
 TRIED = ("2.11", "2.13")
@@ -97,9 +97,11 @@ def parts(state: dict[str, Any]) -> dict[str, Parts]:
     for name, leaf in flat(state).items():
         found[name] = 0, frozenset()
         if isinstance(leaf, torch.Tensor | ShardedTensor):
-            chunks = _create_chunk_list(leaf)
-            boxes = frozenset((tuple(each.offsets), tuple(each.sizes)) for each in chunks)
-            found[name] = leaf.size().numel(), boxes
+            data = [item.tensor_data for item in planned(name, leaf) if item.tensor_data]
+            # A hook may plan a local tensor as a part of a larger one.
+            whole = max([leaf.size().numel(), *(each.size.numel() for each in data)])
+            boxes = [(tuple(each.chunk.offsets), tuple(each.chunk.sizes)) for each in data]
+            found[name] = whole, frozenset(boxes)
     return found
 
 

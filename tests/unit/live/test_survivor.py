@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.support.plan_hooks import hook
 from tieredckpt import UsageError, per_rank
 from tieredckpt.live import survivor, torch_private
 from tieredckpt.live.survivor import HEAVY_BYTES, Offer, SurvivorState, to_save
@@ -42,6 +44,18 @@ def test_light_values_are_as_of_the_update_and_heavy_ones_as_they_are():
     found = kept.read()
     assert (found["step"], found["light"]["w"].tolist()) == (1, [0.0])
     assert found["heavy"]["w"] is state["heavy"].content["w"]
+
+
+def test_hooks_of_dcp_are_kept_as_the_plan_that_they_gave():
+    rows = torch.ones(4, 3)
+    hook(rows, [(2, rows[:3]), (0, rows[3:])], torch.Size((6, 3)))
+    kept = SurvivorState({"rows": rows})
+    kept.record(1)
+    rows.fill_(2)
+    found = kept.read()["rows"]
+    whole, boxes = torch_private.parts({"rows": found})["rows"]
+    assert (whole, boxes) == (18, {((2, 0), (3, 3)), ((0, 0), (1, 3))})
+    assert found.__get_tensor_shard__(MetadataIndex("rows", (0, 0))).tolist() == [[1.0] * 3]
 
 
 @pytest.mark.parametrize("size", [4, 2 * HEAVY_BYTES])

@@ -10,30 +10,27 @@ The recorded layout only saves time. The new plan decides where each tensor is w
 that is staged elsewhere is copied once more, and one without data fails the save.
 
 A rank writes the *local* tensor of each tensor, a leaf of the state: itself, or its shard of a
-DTensor. Of a wrapper subclass, each inner tensor is a leaf. The copy keeps the structure, the types
-of containers and each tensor's distribution, so a planner makes the same plan of it. Values without
-tensors are deep-copied.
+DTensor. Of a wrapper subclass, each inner tensor is a leaf, and of a tensor that DCP plans by hooks
+each piece. The copy keeps the structure, the types of containers and each tensor's plan, which is
+checked when a structure is new. Values without tensors are deep-copied.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.slots.background_saves import BackgroundSave
-from tieredckpt.dcp.slots.copy import check_storage, goes_by_bytes, place_tensors
-from tieredckpt.dcp.state.items import check_kind
-from tieredckpt.dcp.state.wrappers import flatten, is_wrapper, unflatten
-from tieredckpt.errors import TieredCkptError, TierUnavailableError, UsageError
+from tieredckpt.dcp.slots.copy import goes_by_bytes, place_tensors
+from tieredckpt.dcp.slots.leaves import Leaf, check_plans, find_leaves, rebuild, without_data
+from tieredckpt.errors import TieredCkptError
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.slots.slot_ring import SlotRing, WritableSlot
@@ -135,10 +132,12 @@ class Stager:
         leaves = find_leaves(state)
         stage = Stage(background_save=save, signature=[leaf.signature for leaf in leaves])
         layout = self._layout_of(stage.signature, stream)
+        if layout is None:
+            check_plans(state, leaves)
         complete = False
         try:
             stage.locals = self._copied(leaves, layout, stage)
-            staged = StagedState(rebuild(state, stage.locals), stage)
+            staged = StagedState(rebuild(state, leaves, stage.locals), stage)
             if any(not leaf.local.is_cpu for leaf in leaves):
                 torch.accelerator.synchronize()  # training may change the originals after this
             complete = True
@@ -265,164 +264,8 @@ def match_leaves(
     return places
 
 
-class WithoutData(torch.Tensor):
-    """A tensor that was left to another rank: on the meta device, and it cannot be pickled."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TierUnavailableError(
-            "a tensor that another rank wrote last time is now inside of a value that this one "
-            "writes: nothing was committed; the next save stages everything",
-            outcome="not_applied",
-        )
-
-
-def without_data(local: torch.Tensor) -> torch.Tensor:
-    """The stand-in that is staged for ``local`` if another rank writes it."""
-    empty = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    made: torch.Tensor = empty.as_subclass(WithoutData)
-    return made
-
-
 def _private(local: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
     fits = kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype)
     copied = kept if kept is not None and fits else torch.empty(local.shape, dtype=local.dtype)
     with torch.no_grad():
         return copied.copy_(local)
-
-
-# --- the tensors of a state, in a fixed order -----------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One tensor of a state whose local bytes can be put elsewhere.
-
-    Attributes:
-        signature: Equal for two saves if the tensor's place in the state, its kind, dtype and
-            shapes are.
-        local: The local tensor, plain and strided, on any device.
-    """
-
-    signature: tuple[object, ...]
-    local: torch.Tensor
-
-
-def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
-    """The leaves of ``state`` in the order of :func:`rebuild`.
-
-    Raises:
-        UsageError: A tensor's storage was freed, or its kind cannot be saved.
-    """
-    leaves: list[Leaf] = []
-
-    def visit(path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
-        name = ".".join(map(str, path))
-        check_kind(name, tensor)
-        local = _local_of(tensor)
-        if local is not None:
-            for inner, part in _parts_of(name, local).items():
-                check_storage(f"{name} ({inner})" if inner else name, part)
-                shapes = (tuple(part.shape), tuple(tensor.shape))
-                signature = (path, inner, isinstance(tensor, DTensor), part.dtype, *shapes)
-                leaves.append(Leaf(signature, part))
-        return tensor
-
-    _walk(state, (), visit, copying=False)
-    return leaves
-
-
-def rebuild(state: Mapping[str, Any], locals_: list[torch.Tensor]) -> dict[str, Any]:
-    """A copy of ``state`` that has ``locals_`` instead of its leaves' local tensors.
-
-    Tensors that are no leaves (sharded ones) are cloned, and everything else is deep-copied; an
-    exception of a value's own copying is passed on.
-    """
-    left = iter(locals_)
-
-    def visit(_path: tuple[object, ...], tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, ShardedTensor):
-            return _cloned(tensor)
-        original = _local_of(tensor)
-        assert original is not None
-        parts = {inner: next(left) for inner in _parts_of("", original)}
-        local = parts[""] if "" in parts else _wrapped(original, parts)
-        if isinstance(tensor, DTensor):
-            make: Callable[..., torch.Tensor] = DTensor
-            return make(local, tensor._spec, requires_grad=tensor.requires_grad)
-        return local.requires_grad_(tensor.requires_grad)
-
-    copied = _walk(state, (), visit, copying=True)
-    return dict(copied)
-
-
-def _parts_of(name: str, local: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Its tensors with bytes: the inner ones of a wrapper by path, or itself under ""."""
-    return flatten(name, local)[0] if is_wrapper(local) else {"": local.detach()}
-
-
-def _wrapped(original: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A wrapper like ``original`` around copies of its inner tensors."""
-    if any(isinstance(part, WithoutData) for part in parts.values()):
-        parts = {inner: without_data(part) for inner, part in parts.items()}  # all on one device
-    made: torch.Tensor = unflatten(original, parts)
-    return made
-
-
-def _local_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this rank would write of it; None if that is in several shards."""
-    if isinstance(tensor, ShardedTensor):
-        return None
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if hasattr(local, "trigger_wait"):
-            local = local.trigger_wait()  # FSDP: the data is still being transferred
-    return local
-
-
-def _cloned(tensor: ShardedTensor) -> torch.Tensor:
-    shards = tensor.local_shards()
-    if any(not shard.tensor.is_cpu for shard in shards):
-        return tensor.cpu()
-    copies = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in shards]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        copies,
-        sharded_tensor_metadata=tensor.metadata(),
-        process_group=tensor._process_group,
-    )
-
-
-_Visit = Callable[[tuple[object, ...], torch.Tensor], torch.Tensor]
-
-
-def _walk(value: Any, path: tuple[object, ...], visit: _Visit, *, copying: bool) -> Any:
-    """Visit each tensor in mappings, lists and tuples; if ``copying``, returns the copy."""
-    if isinstance(value, torch.Tensor):
-        try:
-            return visit(path, value)
-        except (AttributeError, RuntimeError, TypeError) as error:
-            name, kind = ".".join(map(str, path)), type(value).__qualname__
-            text = f"tensor {name!r}, a {kind}, cannot be staged ({error}): save its parts"
-            raise UsageError(text, state_key=name) from error
-    if isinstance(value, Mapping):
-        found = {
-            key: _walk(each, (*path, key), visit, copying=copying) for key, each in value.items()
-        }
-        if not copying or type(value) is dict or not isinstance(value, dict):
-            return found
-        same: Any = copy.copy(value)  # keeps its type and attributes (OrderedDict, _metadata)
-        for key, each in found.items():
-            same[key] = each
-        return same
-    if isinstance(value, list | tuple):
-        items = [
-            _walk(each, (*path, number), visit, copying=copying)
-            for number, each in enumerate(value)
-        ]
-        if not copying or type(value) is list:
-            return items
-        if isinstance(value, list):
-            same = copy.copy(value)
-            same[:] = items
-            return same
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return copy.deepcopy(value) if copying else value
