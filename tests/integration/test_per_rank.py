@@ -270,6 +270,47 @@ def test_different_values_under_one_name(runtime_dir: Path):
     run_ranks(names, 3, str(runtime_dir))
 
 
+def tensors_of_one_name(rank: int, runtime_dir: str) -> None:
+    def state(changed: float = 0.0) -> dict[str, Any]:
+        changes = torch.zeros(300, 400)  # more than a sample
+        changes += changed * rank
+        return {"same": torch.arange(9), "changes": changes, "model": {"mean": torch.ones(3)}}
+
+    with opened(runtime_dir) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        def warned() -> list[str]:
+            found = [str(each.message) for each in caught]
+            caught.clear()
+            return [each for each in found if "different values under one name" in each]
+
+        engine.load({})
+        for step in range(3):
+            engine.async_save(state(), step).result()
+        assert warned() == []
+        # A structure that is known, and only one rank copies it: of the others there is a sample.
+        engine.async_save(state(changed=1.0), 3).result()
+        found = warned()
+        assert len(found) == (rank == 0)
+        if rank == 0:
+            assert "'changes' (ranks 0 differ from 1 differ from 2)" in found[0]
+            assert "per_rank" in found[0]
+            assert "dedup_save_to_lowest_rank=True" in found[0]
+            assert "same" not in found[0]
+        engine.async_save(state(changed=2.0), 4).result()
+        assert warned() == []  # once per name
+        generator = {"generator": torch.Generator().manual_seed(rank).get_state()}
+        lowest = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save(engine, 5, generator, planner=lowest)
+        assert warned() == []  # rank 0's is meant
+        save(engine, 6, generator)
+        assert len(warned()) == (rank == 0)
+
+
+def test_different_tensors_under_one_name(runtime_dir: Path):
+    run_ranks(tensors_of_one_name, 3, str(runtime_dir))
+
+
 # --- torchdata ------------------------------------------------------------------------------------
 
 

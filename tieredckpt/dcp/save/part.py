@@ -99,6 +99,7 @@ def write_part(
             local_plan,
             planner,
             dict(zip(names, blobs, strict=True)),
+            step=receipt.step,
             alone=own.ranks.world_size == 1,
         )
     except TierUnavailableError as error:  # a tensor that was left to another rank

@@ -40,7 +40,8 @@ class Leaf:
 
     Attributes:
         signature: Equal for two saves if the tensor's place in the state, its kind, dtype, shapes,
-            placements and hooks' plan are. Begins with its path and its name inside a wrapper.
+            placements and hooks' plan are. Begins with its path, its name inside a wrapper, its
+            shape and that of the whole tensor.
         local: The local tensor, strided, on any device.
         item: For a piece of a tensor that DCP plans by hooks, its write item.
     """
@@ -72,7 +73,7 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
             for inner, part in _parts_of(name, local).items():
                 check_storage(f"{name} ({inner})" if inner else name, part)
                 shapes = (tuple(part.shape), tuple(tensor.shape))
-                leaves.append(Leaf((path, inner, placements, part.dtype, *shapes), part))
+                leaves.append(Leaf((path, inner, *shapes, placements, part.dtype), part))
         return tensor
 
     _walk(state, (), visit, copying=False)
@@ -184,9 +185,9 @@ def _facts(item: WriteItem) -> tuple[object, ...]:
     data = item.tensor_data
     if data is None:
         return (item.type, item.index.offset)
-    kind = data.properties
-    pieces = (data.chunk.offsets, data.chunk.sizes, data.size)
-    return (item.type, item.index.offset, *pieces, kind.dtype, kind.layout, kind.requires_grad)
+    kind, chunk = data.properties, data.chunk
+    shapes = (chunk.sizes, data.size, chunk.offsets)
+    return (*shapes, item.type, item.index.offset, kind.dtype, kind.layout, kind.requires_grad)
 
 
 def _name(path: _Path) -> str:
@@ -358,7 +359,13 @@ def _walk(value: Any, path: _Path, visit: _Visit, *, copying: bool) -> Any:
 
 
 class WithoutData(torch.Tensor):
-    """A tensor that was left to another rank: on the meta device, and it cannot be pickled."""
+    """A tensor that was left to another rank: on the meta device, and it cannot be pickled.
+
+    Attributes:
+        sample: If the tensor is compared with that of other ranks, the digest of its sample.
+    """
+
+    sample: bytes | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TierUnavailableError(

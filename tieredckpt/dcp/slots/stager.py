@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from tieredckpt import failpoints
 from tieredckpt.dcp.slots.background_saves import BackgroundSave
 from tieredckpt.dcp.slots.copy import goes_by_bytes, place_tensors
 from tieredckpt.dcp.slots.leaves import Leaf, check_plans, find_leaves, rebuild, without_data
+from tieredckpt.dcp.state.consistency import Turns, sample_digest
 from tieredckpt.errors import TieredCkptError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ _MIRRORED = -3
 """Another rank writes it, and this one a mirror: staged in private memory that is reused."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageLayout:
     """Where the leaves of one structure are written.
 
@@ -52,9 +54,23 @@ class StageLayout:
         segment_bytes: Size of the segment.
     """
 
-    signature: list[tuple[object, ...]]
+    signature: list[tuple[Any, ...]]
     places: list[int]
     segment_bytes: int
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        """Numbers of the whole tensors that are left to other ranks, by DCP's names of them."""
+        found = {}
+        for number, (path, inner, shape, whole, *_) in enumerate(self.signature):
+            if self.places[number] == _OTHER_RANK and not inner and shape == whole:
+                found[".".join(map(str, path))] = number
+        return found
+
+    @cached_property
+    def turns(self) -> Turns:
+        """When those are compared with the tensors of other ranks."""
+        return Turns(self.left)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,7 +92,7 @@ class Stage:
     background_save: BackgroundSave
     slot: WritableSlot | None = None
     locals: list[torch.Tensor] = field(default_factory=list)
-    signature: list[tuple[object, ...]] = field(default_factory=list)
+    signature: list[tuple[Any, ...]] = field(default_factory=list)
     error: Exception | None = None
     refused: TieredCkptError | OSError | None = None
     without_data: list[int] = field(default_factory=list)
@@ -148,7 +164,7 @@ class Stager:
         save.watch(staged)
         return staged
 
-    def _layout_of(self, signature: list[tuple[object, ...]], stream: str) -> StageLayout | None:
+    def _layout_of(self, signature: list[tuple[Any, ...]], stream: str) -> StageLayout | None:
         with self._lock:
             # A save that relied on a layout and never wrote: perhaps because of the layout.
             trial, self._on_trial = self._on_trial, None
@@ -166,7 +182,7 @@ class Stager:
     ) -> list[torch.Tensor]:
         places = layout.places if layout is not None else [_PRIVATE] * len(leaves)
         placed = [number for number, place in enumerate(places) if place >= 0]
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, Any] = {}
         self.last_bytes = 0
         if layout is None:
             self._kept.clear()
@@ -193,6 +209,10 @@ class Stager:
                 found[number] = self._kept[number] = _private(local, self._kept.get(number))
             if place != _OTHER_RANK:
                 self.last_bytes += local.nbytes
+        step = stage.background_save.step
+        if layout is not None and step is not None:
+            for number in map(layout.left.__getitem__, layout.turns.at(step)):
+                found[number].sample = sample_digest(leaves[number].local, step)
         return [found[number] for number in range(len(leaves))]
 
     def remember(self, stream: str, layout: StageLayout | None) -> None:

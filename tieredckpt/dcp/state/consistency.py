@@ -1,9 +1,10 @@
-"""Finds values of one name that differ between ranks, of which DCP silently keeps one.
+"""Finds values and tensors of one name that differ between ranks, of which DCP silently keeps one.
 
-Each rank reports in its receipt a digest of each value that it would have saved under a name that
-other ranks may use, too; the coordinator compares them. Values of per-rank objects are compared at
-every save, and a difference fails it. Others are compared when the structure of the state is new,
-since that costs as much as saving them; the coordinator warns of a difference once.
+Each rank reports in its receipt a digest of what it would have saved under a name that other ranks
+may use, too; the coordinator compares them. Values of per-rank objects are compared at every save,
+and a difference fails it. Of all else the coordinator warns once. Other values are compared when
+the structure of the state is new, since that costs as much as saving them, and so are small
+tensors. Each save compares samples of some tensors, in turn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import re
 import struct
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +34,10 @@ log = logging.getLogger(__name__)
 NAMES_MAX = 10_000
 """Names that are compared per save; they are sent to the coordinator with DCP's own plans."""
 
+SAMPLED_MAX = 128
+SAMPLE_BYTES = 64 << 10
+"""Each save compares so many tensors, of each at most so many bytes: together 8 MiB."""
+
 WARNED_MAX = 10_000
 NAMES_SHOWN = 10
 
@@ -39,11 +45,32 @@ Digests = tuple[tuple[str, bytes], ...]
 """Name and digest of each value that a rank would have saved."""
 
 
+class Turns:
+    """Which of some tensors are compared at which step.
+
+    Names and steps are points on a ring, the same on all ranks. A step chooses the names that
+    follow it.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._ring = sorted((_point(name), name) for name in names)
+
+    def at(self, step: int) -> list[str]:
+        """At most SAMPLED_MAX names."""
+        start = bisect(self._ring, (_point(str(step)), ""))
+        return [name for _, name in (*self._ring[start:], *self._ring[:start])[:SAMPLED_MAX]]
+
+
+def _point(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
 @dataclass(slots=True)
 class NamesSeen:
     """Names that one stream's saves compared, and on the coordinator those it warned of."""
 
     compared: frozenset[str] = frozenset()
+    turns: Turns = field(default_factory=lambda: Turns(()))
     warned: set[str] = field(default_factory=set)
 
 
@@ -53,15 +80,17 @@ def digests_to_compare(
     planner: SavePlanner,
     written: Mapping[str, memoryview],
     *,
+    step: int,
     alone: bool,
 ) -> Digests:
-    """The digests of this rank's bytes items, also of those that DCP leaves to other ranks.
+    """Digests of this rank's bytes items and whole tensors, also of those left to other ranks.
 
     Args:
         seen: Of the stream.
         local_plan: The plan that the planner gave to ``prepare_local_plan``.
         planner: Resolves the values that this rank does not write.
         written: The values that this rank writes.
+        step: Of the save.
         alone: Whether no other rank takes part in any save.
 
     Raises:
@@ -69,16 +98,43 @@ def digests_to_compare(
     """
     if alone:
         return ()
-    items = [
-        item for item in planned_items(local_plan, planner) if item.type == WriteItemType.BYTE_IO
-    ]
-    names = frozenset(item.index.fqn for item in items)
-    new = names != seen.compared
+    planned = planned_items(local_plan, planner)
+    items = {
+        each.index.fqn: each
+        for each in planned
+        if each.type == WriteItemType.BYTE_IO or _has_all_elements(each)
+    }
+    new = items.keys() != seen.compared
+    found = _value_digests(items.values(), planner, written, new=new)
+    tensors = [name for name, each in items.items() if each.type != WriteItemType.BYTE_IO]
+    if new:
+        seen.compared, seen.turns = frozenset(items), Turns(tensors)
+    chosen = dict.fromkeys(seen.turns.at(step))
+    if new:
+        small = (name for name in tensors if _bytes_of(items[name]) <= SAMPLE_BYTES)
+        chosen.update(dict.fromkeys(small))
+    if getattr(planner, "dedup_save_to_lowest_rank", False):
+        chosen.clear()  # rank 0's are meant
+    for name in [*chosen][: NAMES_MAX - len(found)]:
+        value = _resolve(planner, items[name])
+        digest = sample_digest(value, step) if isinstance(value, torch.Tensor) else None
+        if digest is not None:
+            found.append((name, digest))
+    return tuple(found)
+
+
+def _value_digests(
+    items: Iterable[WriteItem],
+    planner: SavePlanner,
+    written: Mapping[str, memoryview],
+    *,
+    new: bool,
+) -> list[tuple[str, bytes]]:
     found: list[tuple[str, bytes]] = []
-    for item in items[:NAMES_MAX]:
+    for item in items:
         name = item.index.fqn
         of_rank = parse_key(name) is not None
-        if not (new or of_rank):
+        if item.type != WriteItemType.BYTE_IO or not (new or of_rank) or len(found) == NAMES_MAX:
             continue
         blob = written.get(name)
         if blob is None:
@@ -89,8 +145,39 @@ def digests_to_compare(
         if not of_rank:
             _check_not_inside(name, blob)
         found.append((name, value_digest(blob)))
-    seen.compared = names
-    return tuple(found)
+    return found
+
+
+def _has_all_elements(item: WriteItem) -> bool:
+    """Whether it is a tensor as a whole, so that other ranks may plan it, too."""
+    data = item.tensor_data
+    return data is not None and data.chunk.sizes == data.size and bool(data.size.numel())
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.size.numel() * data.properties.dtype.itemsize
+
+
+def sample_digest(tensor: torch.Tensor, step: int) -> bytes | None:
+    """A digest of at most SAMPLE_BYTES of a tensor, at a place that the step decides.
+
+    Returns:
+        16 bytes; None: the tensor was left to another rank, and no sample of it was taken.
+    """
+    digest = xxhash.xxh3_128()
+    for part in plain_parts(tensor):
+        if part.is_meta:
+            return getattr(part, "sample", None)
+        digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        sample = part.detach()
+        for dim, size in enumerate(part.shape):
+            count = max(1, SAMPLE_BYTES * size // sample.nbytes)
+            if count < size:
+                sample = sample.narrow(dim, _point(str(step)) % (size - count + 1), count)
+        plain = sample.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(plain.view(torch.uint8).cpu().numpy().data)
+    return digest.digest()
 
 
 def planned_items(local_plan: SavePlan | None, planner: SavePlanner) -> Sequence[WriteItem]:
@@ -185,7 +272,8 @@ def warn_of_names(seen: NamesSeen, differing: Mapping[str, list[list[int]]]) -> 
         warnings.warn(
             f"ranks save different values under one name: {_text(new, differing)}; DCP keeps that "
             "of one rank, and a load gives it to all. Wrap what belongs to each rank in "
-            "tieredckpt.per_rank(...)",
+            "tieredckpt.per_rank(...); where rank 0's is meant, as for the buffers of BatchNorm "
+            "under DDP, save with planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True)",
             stacklevel=2,
         )
 
