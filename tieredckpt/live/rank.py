@@ -90,13 +90,13 @@ def run(
         What ``train`` returned.
 
     Raises:
-        UsageError: This release of torch was not tried with live recovery.
+        UsageError: This release of torch fails the self-test of live recovery.
     """
-    private.check_release()
     hooks = _Hooks(health_check, abort, finalize, on_event, resize == "auto", credentials)
     descriptor = os.environ.pop(m.SOCKET_VARIABLE, None)
     if descriptor is None:
         return _run_once(train, config, hooks)
+    private.check_release()  # in one generation, as above, no process changes its rank
     return _Process(train, config, hooks, int(descriptor)).run()
 
 

@@ -1,7 +1,7 @@
 """Everything that live recovery needs of torch and gloo beyond their public interfaces.
 
-Each function states its reason. A release of torch that is not in :data:`TRIED` is refused by
-:func:`check_release`, since a changed internal could load another rank's shard without an error.
+Each function states its reason. :func:`check_release` tests a release of torch that is not in
+:data:`TRIED`, since a changed internal could load another rank's shard without an error.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import multiprocessing
 import os
 import socket
 import stat
 import struct
 import sys
+import tempfile
 import termios
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +33,15 @@ from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tieredckpt.dcp.slots.leaves import planned
 from tieredckpt.errors import UsageError
 
 TRIED = ("2.11", "2.13")
 """Releases of torch with which tests/integration/test_live.py passes."""
+SELF_TEST_S = 60.0
+"""Longest self-test of another release; it takes about 0.3 s."""
 
 SLICE_S = 0.05
 """A rank that waits in a collective ends with its generation within this time."""
@@ -52,13 +57,89 @@ _BETWEEN_TWO = [
 
 
 def check_release() -> None:
-    """Raises UsageError for a release of torch that was not tried."""
-    release = ".".join(torch.__version__.split(".")[:2])
-    if release not in TRIED:
+    """Raises UsageError if a process that changes its rank could restore another rank's shard.
+
+    Releases in :data:`TRIED` pass without a test. Another release could keep a rank in a cache that
+    :func:`forget_last_world` does not clear, or does not find. Its self-test: two forked processes
+    have the same two ranks of four, in opposite order, without communication. In its second world
+    each process must have the shards that the other one had in its first, when no cache was filled.
+    Compiled functions are not among what it tests: ``torch._dynamo.reset`` is a public function.
+    """
+    if ".".join(torch.__version__.split(".")[:2]) in TRIED:
+        return
+    cause: Exception | None = None
+    try:
+        forget_last_world()  # here, as its imports then serve both processes
+        reason = _self_test()
+    except (ImportError, AttributeError, OSError) as error:
+        cause, reason = error, f"{type(error).__name__}: {error}"
+    if reason:
         raise UsageError(
-            f"live recovery was tried with torch {', '.join(TRIED)}, this is {torch.__version__}: "
-            "install one of these, or train without live.run (engine.load after a restart)"
-        )
+            f"live recovery does not run with torch {torch.__version__}, which fails its "
+            f"self-test: {reason}; install torch {' or '.join(TRIED)}, or train without "
+            "tieredckpt run (engine.load after a restart)"
+        ) from cause
+
+
+def _self_test() -> str:
+    """Return why this release is not safe, or "" if it is."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="tieredckpt-") as folder:
+        both = [fork.Process(target=_change_rank, args=(folder, each)) for each in ((0, 3), (3, 0))]
+        for each in both:
+            each.start()
+        until_s = time.monotonic() + SELF_TEST_S
+        for each in both:
+            each.join(max(0.0, until_s - time.monotonic()))
+            each.kill()
+            each.join()
+        if code := both[0].exitcode or both[1].exitcode:
+            return f"a process that changed its rank ended with code {code} (see its output)"
+        found = {path.name: path.read_text() for path in Path(folder).iterdir()}
+    if found["0-first"] == found["3-first"]:
+        return "two ranks have the same shards"
+    unchanged = all(found[f"{rank}-first"] == found[f"{rank}-second"] for rank in (0, 3))
+    return "" if unchanged else "a process that changed its rank has other shards than a new one"
+
+
+def _change_rank(folder: str, ranks: tuple[int, int]) -> None:
+    """Write which shards this process has with each rank. Runs in a process of its own."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
+
+    dist.set_debug_level(dist.DebugLevel.OFF)  # DETAIL adds a group that communicates
+    gc.freeze()  # drop_groups has less to look at
+    for world, rank in zip(("first", "second"), ranks, strict=True):
+        drop_groups()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=4)
+        forget_last_world()
+        Path(folder, f"{rank}-{world}").write_text(_shards())
+
+
+def _shards() -> str:
+    """Return this rank's parts of a model, an optimizer and tensors, on a mesh of 2 x 2."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = torch.arange(35.0).view(7, 5)
+    # Uneven in both dimensions of the mesh: what a redistribution knows differs between ranks.
+    rows = distribute_tensor(whole, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    half = rows.redistribute(mesh, [Shard(0), Replicate()])
+    zeros = torch.zeros_like(half)  # what half has is arbitrary without communication
+    model = torch.nn.Linear(5, 7)
+    model.load_state_dict({"weight": whole, "bias": whole[:, 0]})
+    fully_shard(model, mesh=mesh)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    state = {"rows": rows + torch.zeros_like(rows), "half": zeros, "model": model.state_dict()}
+    state["optimizer"] = list(optimizer.state.values())
+    found = []
+    for name, leaf in flat(state).items():
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        found.append((name, sorted(parts({name: leaf})[name][1]), local.shape, local.tolist()))
+    return repr(found)
 
 
 def forget_last_world() -> None:
