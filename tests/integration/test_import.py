@@ -129,6 +129,12 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     (tmp_path / "gone/__0_0.distcp").unlink()
     whole = (tmp_path / "flipped/__0_0.distcp").read_bytes()
     flip(tmp_path / "flipped/__0_0.distcp", whole.rindex(b"PK\x05\x06") + 1)
+    stock_save({"w": torch.randn(4, 2)}, tmp_path / "twice", InPieces())
+    of_twice = pickle.loads((tmp_path / "twice/.metadata").read_bytes())
+    chunks = of_twice.state_dict_metadata["w"].chunks
+    chunks[1] = chunks[0]  # of the same size
+    (tmp_path / "twice/.metadata").write_bytes(pickle.dumps(of_twice))
+    cases["twice"] = UsageError, "overlapping pieces of 'w', which leave a hole"
     for name, (kind, text) in cases.items():
         with pytest.raises(kind, match=text):
             import_checkpoint(found, tmp_path / name, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By name of ``--dtype``."""
@@ -78,7 +78,6 @@ def select(
 
     Raises:
         UsageError: A glob matches nothing, a wrapper matches, or two keys would have one name.
-        IntegrityError: The pieces of a tensor leave holes.
     """
     tensors: list[TensorKey] = []
     values: list[Key] = []
@@ -97,7 +96,6 @@ def select(
         if not isinstance(stored, TensorStorageMetadata):
             values.append(Key(name, path))
             continue
-        _check_covered(name, stored)
         own = stored.properties.dtype
         to = dtype if dtype is not None and own in CAST else own
         tensors.append(TensorKey(name, path, tuple(stored.size), to))
@@ -153,13 +151,3 @@ def _check_names(keys: Sequence[Key]) -> None:
                 "too: choose fewer keys, or strip nothing",
                 state_key=each.stored,
             )
-
-
-def _check_covered(name: str, stored: TensorStorageMetadata) -> None:
-    pieces = {(tuple(each.offsets), tuple(each.sizes)) for each in stored.chunks}
-    there, whole = sum(math.prod(sizes) for _, sizes in pieces), math.prod(stored.size)
-    if there != whole:
-        raise IntegrityError(
-            f"the pieces of {name!r} have {there} elements together, the tensor {whole}",
-            state_key=name,
-        )

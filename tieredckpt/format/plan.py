@@ -322,7 +322,7 @@ def rebuild_plan(footers: Sequence[Footer]) -> Plan:
     Raises:
         IntegrityError: The segments contradict each other, so they are not of one checkpoint.
     """
-    tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...], dict[object, Chunk]]] = {}
     blobs: dict[str, BytesEntry] = {}
     order: dict[str, None] = {}
     for segment, footer in enumerate(footers):
@@ -334,11 +334,12 @@ def rebuild_plan(footers: Sequence[Footer]) -> Plan:
                 blobs[item.name] = BytesEntry(item.name, segment, number)
                 continue
             dtype, shape, chunks = tensors.setdefault(
-                item.name, (item.dtype, item.global_shape, [])
+                item.name, (item.dtype, item.global_shape, {})
             )
             if (dtype, shape) != (item.dtype, item.global_shape):
                 raise IntegrityError(f"segments disagree on dtype or shape of {item.name!r}")
-            chunks.append(Chunk(item.chunk_offsets, item.chunk_sizes, segment, number))
+            chunk = Chunk(item.chunk_offsets, item.chunk_sizes, segment, number)
+            chunks.setdefault(chunk[:2], chunk)  # without collectives each rank wrote its copy
     both = tensors.keys() & blobs.keys()
     if both:
         raise IntegrityError(f"{min(both)!r} is a tensor in one segment and bytes in another")
@@ -352,11 +353,10 @@ def rebuild_plan(footers: Sequence[Footer]) -> Plan:
 
 
 def _default_entry(
-    name: str, dtype: str, shape: tuple[int, ...], chunks: list[Chunk]
+    name: str, dtype: str, shape: tuple[int, ...], chunks: dict[object, Chunk]
 ) -> TensorEntry:
-    return TensorEntry(
-        name, dtype, DEFAULT_LAYOUT, False, DEFAULT_MEMORY_FORMAT, False, shape, tuple(chunks)
-    )
+    own = tuple(chunks.values())
+    return TensorEntry(name, dtype, DEFAULT_LAYOUT, False, DEFAULT_MEMORY_FORMAT, False, shape, own)
 
 
 def _properties(data: bytes) -> tuple[Properties, ...]:

@@ -6,8 +6,6 @@ each rank wrote its own copy, and the plan names the lowest rank's.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right, insort
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +14,13 @@ from typing import Any
 import msgspec
 
 from tieredckpt.errors import UsageError
-from tieredckpt.format.parts import join_parts
+from tieredckpt.format.cover import NAME_CHARS_MAX, check_cover
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan
 
 MAX_PLAIN_BYTES = 256 << 20
 """Largest planner data or extra attributes of one plan that are decoded here."""
 
-_NAME_CHARS_MAX = 200
 _ALIKE = ("shape", "dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 
 
@@ -60,9 +57,6 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
     for rank, part in enumerate(parts):
         merged.add(rank, part)
     entries = [merged.tensors.get(name) or merged.blobs[name] for name in merged.order]
-    for entry in join_parts(entries)[0]:
-        if isinstance(entry, TensorEntry):
-            _check_cover(entry)
     versions = {part.metadata_version for part in parts}
     storage = {part.storage_meta for part in parts}
     if len(versions) > 1 or len(storage) > 1:
@@ -71,7 +65,7 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
             "and the same planner on all ranks"
         )
     try:
-        return build_plan(
+        plan = build_plan(
             entries,
             structures=[each for part in parts for each in part.structures],
             planner_data=_planner_data(parts),
@@ -81,6 +75,8 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
         )
     except ValueError as error:
         raise UsageError(f"the ranks' plans do not fit together: {error}") from error
+    check_cover(plan)
+    return plan
 
 
 class _Entries:
@@ -149,7 +145,7 @@ class _Entries:
 
 
 def _differ(rank: int, name: str, how: str) -> UsageError:
-    shown = name[:_NAME_CHARS_MAX]
+    shown = name[:NAME_CHARS_MAX]
     return UsageError(
         f"the ranks do not save the same {shown!r}: rank {rank} and a lower one differ ({how})",
         state_key=shown,
@@ -170,41 +166,3 @@ def _planner_data(parts: Sequence[Plan]) -> bytes:
         return different.pop()
     tables = [_table(part.planner_data, "planner data") for part in parts]
     return encode_plain(dict(ChainMap(*map(dict, tables))), _to_tagged, MAX_PLAIN_BYTES)
-
-
-def _check_cover(entry: TensorEntry) -> None:
-    """Raise UsageError unless the pieces make up the tensor, each element once."""
-    volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if volume != math.prod(entry.shape):
-        raise UsageError(
-            f"the pieces of {entry.name[:_NAME_CHARS_MAX]!r} have {volume} elements together, the "
-            f"tensor {math.prod(entry.shape)}: a sharded tensor must be saved by all of its ranks",
-            state_key=entry.name[:_NAME_CHARS_MAX],
-        )
-    if len(entry.chunks) < 2:
-        return
-    # The right size without overlaps means no holes. Sweep along the longest dimension.
-    dim = max(range(len(entry.shape)), key=lambda d: entry.shape[d])
-    solid = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-    ends: list[tuple[int, int]] = []
-    for number in sorted(range(len(solid)), key=lambda n: solid[n].offsets[dim]):
-        chunk = solid[number]
-        start = chunk.offsets[dim]
-        del ends[: bisect_right(ends, (start, len(solid)))]
-        for _, other in ends:
-            if _overlap(chunk, solid[other]):
-                raise UsageError(
-                    f"two ranks save overlapping pieces of {entry.name[:_NAME_CHARS_MAX]!r}, at "
-                    f"{list(solid[other].offsets)} and {list(chunk.offsets)}",
-                    state_key=entry.name[:_NAME_CHARS_MAX],
-                )
-        insort(ends, (start + chunk.sizes[dim], number))
-
-
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        a < b + other_size and b < a + size
-        for a, size, b, other_size in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-        )
-    )

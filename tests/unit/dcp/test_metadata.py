@@ -85,6 +85,10 @@ def through(metadata: Metadata, num_segments: int = 1) -> Metadata:
     return back
 
 
+def parts_of(metadata: Metadata) -> tuple[Metadata, Places, list[bytes]]:
+    return metadata, *places_of(metadata)
+
+
 def test_every_dtype():
     metadata = Metadata({str(dtype): tensor((3, 2), dtype=dtype) for dtype in DTYPES})
     assert through(metadata) == metadata
@@ -196,6 +200,18 @@ def test_a_tensor_with_holes_is_refused():
     metadata = Metadata({"a": tensor((4,), [chunk((0,), (2,))])})
     with pytest.raises(UsageError, match="saved by all of its ranks"):
         through(metadata)
+
+
+def test_pieces_that_overlap_and_leave_a_hole_are_neither_saved_nor_loaded():
+    halves = [chunk((0,), (8,)), chunk((8,), (8,))]
+    plan = to_plan(*parts_of(Metadata({"a": tensor((16,), halves)})))
+    twice = Metadata({"a": tensor((16,), halves[:1] * 2)})
+    with pytest.raises(UsageError, match="overlapping pieces of 'a'"):
+        to_plan(*parts_of(twice))
+    to_plan(*parts_of(twice), partial=True)  # of one rank, of several that save it
+    forged = dataclasses.replace(plan, chunk_offsets=plan.chunk_offsets * 0)
+    with pytest.raises(IntegrityError, match="damaged: there are overlapping pieces of 'a'"):
+        to_metadata(forged)
 
 
 def test_stored_dtype_is_the_truth():

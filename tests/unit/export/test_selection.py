@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.errors import UsageError
 from tieredckpt.export.safetensors import NAMES, header_of, shards_of
 from tieredckpt.export.selection import TensorKey, select, stripped
 
@@ -49,10 +49,10 @@ def test_paths_lose_levels_and_the_beginning_of_a_key():
     assert stripped(path, "") == path
 
 
-def tensor(*shape: int, dtype: torch.dtype = torch.float32, holes: bool = False) -> Any:
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
     size = torch.Size(shape)
     piece = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-    return TensorStorageMetadata(TensorProperties(dtype), size, [] if holes else [piece])
+    return TensorStorageMetadata(TensorProperties(dtype), size, [piece])
 
 
 def metadata(**stored: Any) -> Metadata:
@@ -89,11 +89,6 @@ def test_globs_and_types():
         select(metadata(w=tensor(2), optim__w=tensor(2)), strip="optim.")
     with pytest.raises(UsageError, match="a name that another key has"):
         select(metadata(a=tensor(2), b__a__c=tensor(2)), strip="b.")
-
-
-def test_a_tensor_with_holes_is_refused():
-    with pytest.raises(IntegrityError, match="the pieces of 'w' have 0 elements together"):
-        select(metadata(w=tensor(2, holes=True)))
 
 
 kinds = st.sampled_from(sorted(NAMES, key=str))

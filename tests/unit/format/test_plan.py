@@ -154,6 +154,7 @@ def test_rebuild_from_segments_alone():
     other = [
         ItemSpec("w", "tensor", 16, "float32", (4, 4), (2, 0), (1, 4)),
         ItemSpec("w", "tensor", 16, "float32", (4, 4), (3, 0), (1, 4)),
+        ItemSpec("w", "tensor", 32, "float32", (4, 4), (0, 0), (2, 4)),  # a copy
         ItemSpec("v", "tensor", 2, "bfloat16"),
         ItemSpec("rng/1", "bytes", 7),
     ]
@@ -167,8 +168,8 @@ def test_rebuild_from_segments_alone():
     assert list(plan.entries()) == [
         tensor("w", (4, 4), *chunks),
         BytesEntry("rng/0", 0, 1),
-        tensor("v", (), Chunk((), (), 1, 2), dtype="bfloat16"),
-        BytesEntry("rng/1", 1, 3),
+        tensor("v", (), Chunk((), (), 1, 3), dtype="bfloat16"),
+        BytesEntry("rng/1", 1, 4),
     ]
     assert plan.structures == tuple(structure_digest(each.items) for each in segments)
 

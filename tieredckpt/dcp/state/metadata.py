@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tieredckpt.dcp.state.items import dtype_name
 from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.format.cover import check_cover
 from tieredckpt.format.parts import MARK, Pieces, join_parts, parse_part
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan, encode_plan
@@ -115,11 +115,12 @@ def to_plan(
 
     Raises:
         UsageError: A piece is planned but nobody wrote it, or was written but not planned, the
-            pieces of a tensor leave holes or differ in dtype, or an attribute is not plain data.
+            pieces of a tensor overlap, leave holes or differ in dtype, or an attribute is not plain
+            data.
     """
     entries: list[TensorEntry | BytesEntry] = []
     num_chunks = num_blobs = 0
-    for name, stored in _with_parts(metadata, places, partial=partial):
+    for name, stored in _with_parts(metadata, places):
         if isinstance(stored, TensorStorageMetadata):
             entries.append(_tensor_entry(name, stored, places))
             num_chunks += len(stored.chunks)
@@ -134,7 +135,7 @@ def to_plan(
             f"written but not in the planner's metadata: {_unplanned(metadata, places)}"
         )
     meta = metadata.storage_meta
-    return build_plan(
+    plan = build_plan(
         entries,
         structures=tuple(structures),
         planner_data=_plain("planner_data", metadata.planner_data),
@@ -142,10 +143,13 @@ def to_plan(
         metadata_version=metadata.version,
         storage_meta=None if meta is None else _plain("storage_meta", dict(vars(meta))),
     )
+    if not partial:
+        check_cover(plan)
+    return plan
 
 
 def _with_parts(
-    metadata: Metadata, places: Places, *, partial: bool
+    metadata: Metadata, places: Places
 ) -> Iterator[tuple[str, TensorStorageMetadata | BytesStorageMetadata]]:
     """What was planned, but of each piece of a wrapper the parts that were written of it."""
     parts: dict[tuple[str, tuple[int, ...]], list[tuple[Box, str]]] = {}
@@ -156,8 +160,6 @@ def _with_parts(
         if not isinstance(stored, TensorStorageMetadata):
             yield name, stored
             continue
-        if not partial:
-            _check_cover(name, stored)
         written = [parts.get((name, tuple(chunk.offsets)), []) for chunk in stored.chunks]
         for (part_name, offsets, sizes), dtype in itertools.chain(*written):
             properties = TensorProperties(torch_constant(dtype, torch.dtype))
@@ -166,16 +168,6 @@ def _with_parts(
         if not written or not all(written):
             pairs = zip(stored.chunks, written, strict=True)
             yield name, replace(stored, chunks=[chunk for chunk, found in pairs if not found])
-
-
-def _check_cover(name: str, stored: TensorStorageMetadata) -> None:
-    volume = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-    if volume != math.prod(stored.size):
-        raise UsageError(
-            f"the pieces of {name!r} have {volume} elements together, the tensor "
-            f"{math.prod(stored.size)}: a sharded tensor must be saved by all of its ranks",
-            state_key=name,
-        )
 
 
 def _tensor_entry(name: str, stored: TensorStorageMetadata, places: Places) -> TensorEntry:
@@ -313,8 +305,13 @@ def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
     """The metadata of DCP's planner, rebuilt, and the places of the pieces.
 
     Raises:
-        IntegrityError: The plan names a dtype or constant that this torch does not know.
+        IntegrityError: The pieces of a tensor do not make it up, or the plan names a dtype or
+            constant that this torch does not know.
     """
+    try:
+        check_cover(plan)
+    except UsageError as error:
+        raise IntegrityError(f"the plan is damaged: {error.message}", **error.fields) from error
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     parts: dict[str, TensorStorageMetadata] = {}
     chunks: dict[Box, tuple[Place, str]] = {}
@@ -330,17 +327,11 @@ def to_metadata(plan: Plan) -> tuple[Metadata, Places]:
         if MARK in entry.name:
             parts[entry.name] = _stored_tensor(entry)
     entries, pieces = join_parts(entries)
-    wrapped = {key for key, _ in pieces}
     for entry in entries:
         if isinstance(entry, BytesEntry):
             stored[entry.name] = BytesStorageMetadata()
             continue
-        stored[entry.name] = whole = _stored_tensor(entry)
-        try:
-            if entry.name in wrapped:
-                _check_cover(entry.name, whole)
-        except UsageError as error:
-            raise IntegrityError(error.message, **error.fields) from error
+        stored[entry.name] = _stored_tensor(entry)
     metadata = Metadata(
         state_dict_metadata=stored,
         planner_data=_unplain(plan.planner_data),
