@@ -90,8 +90,13 @@ def test_a_round_trip_through_files_of_torch(runtime_dir: Path, tmp_path: Path):
     for format_ in ("dcp", "torch"):
         request = Request(out=tmp_path / format_, format=format_)
         export_checkpoint(load_config(settings, {}), Which(), request)
+        source = tmp_path / f"{format_}-link"  # caches of models consist of links
+        source.symlink_to(tmp_path / format_)
+        for file in [*(tmp_path / format_).glob("*")]:
+            file.rename(file.with_name(f"{file.name}.blob"))
+            file.symlink_to(f"{file.name}.blob")
         again = settings | {"namespace": f"again-{format_}"}
-        import_checkpoint(load_config(again, {}), tmp_path / format_, 5)
+        import_checkpoint(load_config(again, {}), source, 5)
         with Engine.open(again) as engine:
             found = blank(state)
             assert engine.load(found) == 5
@@ -135,6 +140,17 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     chunks[1] = chunks[0]  # of the same size
     (tmp_path / "twice/.metadata").write_bytes(pickle.dumps(of_twice))
     cases["twice"] = UsageError, "overlapping pieces of 'w', which leave a hole"
+    for name, file in (("pipe", "pipe"), ("pipes", ".metadata"), ("piped", "__0_0.distcp")):
+        if name != file:
+            stock_save(state_of(4), tmp_path / name)
+            (tmp_path / name / file).unlink()
+        os.mkfifo(tmp_path / name / file if name != file else tmp_path / name)
+        cases[name] = IntegrityError, f"{file} is not a regular file"
+    for name, file in (("out", ".metadata"), ("outer", "__0_0.distcp")):
+        stock_save(state_of(4), tmp_path / name)
+        (tmp_path / name / file).rename(tmp_path / f"of-{name}")
+        (tmp_path / name / file).symlink_to(tmp_path / f"of-{name}")
+        cases[name] = IntegrityError, f"{file} is a link out of its folder"
     for name, (kind, text) in cases.items():
         with pytest.raises(kind, match=text):
             import_checkpoint(found, tmp_path / name, 1)

@@ -47,6 +47,7 @@ from tieredckpt.dcp.state.values import rebuild
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError, WaitError
 from tieredckpt.recovery.flush import flush_and_wait
 from tieredckpt.recovery.other_hosts import read_everywhere
+from tieredckpt.storage.file_io import open_regular
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 1 << 30
@@ -79,7 +80,8 @@ def import_checkpoint(
 
     Args:
         config: Of the job that is to load it.
-        source: A folder that stock DCP wrote, or a file of ``torch.save``.
+        source: A folder that stock DCP wrote, or a file of ``torch.save``. It may be a link; those
+            in the folder lead to files of it.
         step: Its step.
         stream: Its sequence of checkpoints.
         timeout_s: How long the copy to the tier may take.
@@ -87,7 +89,7 @@ def import_checkpoint(
     Raises:
         UsageError: ``source`` is neither, contains a type that ``torch.load(weights_only=True)``
             refuses, or the namespace has checkpoints already.
-        IntegrityError: A file is damaged, or does not fit the folder's metadata.
+        IntegrityError: A file is damaged or no regular one, or does not fit the folder's metadata.
         WaitError: The checkpoint is committed in memory, and not in a tier yet; its copy goes on.
         AgentError, CapacityError: The agent cannot be used, or memory is too small.
     """
@@ -164,8 +166,10 @@ def _check_empty(session: Session) -> None:
 
 def _torch_file(path: Path) -> dict[str, Any]:
     """The state in a file of ``torch.save``, mapped."""
+    real = Path(os.path.realpath(path))
+    os.close(open_regular(real, os.O_RDONLY, str(path)))  # torch would wait at a pipe
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        state = torch.load(real, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise UsageError(f"{path} cannot be read by torch.load(weights_only=True): {first}") from (
@@ -225,12 +229,12 @@ class _Folder(DefaultSavePlanner):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._root = folder
+        self._root = Path(os.path.realpath(folder))
         self._maps: dict[str, memoryview] = {}
         try:
-            if (folder / METADATA).stat().st_size > METADATA_BYTES_MAX:
-                raise UsageError(f"{folder / METADATA} is too large")
-            with (folder / METADATA).open("rb") as file:
+            with self._open(METADATA) as file:
+                if os.fstat(file.fileno()).st_size > METADATA_BYTES_MAX:
+                    raise UsageError(f"{folder / METADATA} is too large")
                 found = _MetadataUnpickler(file).load()
         except TieredCkptError:
             raise
@@ -294,9 +298,18 @@ class _Folder(DefaultSavePlanner):
             if os.path.basename(name) != name:
                 raise UsageError(f"{METADATA} names {name!r}, which is not in its folder")
             try:
-                with (self._root / name).open("rb") as file:
+                with self._open(name) as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
                 raise IntegrityError(f"{self._root / name} cannot be read: {error}") from error
             self._maps[name] = memoryview(mapped)
         return self._maps[name]
+
+    def _open(self, name: str) -> io.FileIO:
+        """A regular file of the folder: no pipe that never ends, and no link that leads out."""
+        path = Path(os.path.realpath(self._root / name))
+        if not path.is_relative_to(self._root):
+            raise IntegrityError(
+                f"{self._root / name} is a link out of its folder: put the file itself there"
+            )
+        return io.FileIO(open_regular(path, os.O_RDONLY, str(self._root / name)))
