@@ -66,6 +66,22 @@ def test_a_rank_that_ends_by_itself_at_sigterm_runs_what_follows(folder: Path):
 
 
 @pytest.mark.full
+def test_a_notice_to_each_process_that_is_also_forwarded_is_one(folder: Path):
+    script = script_of("leaves_on_notice")
+    found = start(folder, size=2, standby=1, grace_s=60.0, script=script)
+    wait_until(lambda: len(found.rows()) >= 2)
+    text = Path(f"/proc/{found.pid}/task/{found.pid}/children").read_text()
+    children = [int(pid) for pid in text.split()]
+    for pid in [*children[:2], found.pid]:
+        os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: any(map(is_gone, children)))  # the standby, which has no handler
+    wait_until(lambda: len(list(folder.glob("asked-*"))) == 2)
+    (folder / "standby-is-gone").touch()
+    assert found.outcome().code == 143
+    assert sorted(path.name for path in folder.glob("left-*")) == ["left-0-True", "left-1-True"]
+
+
+@pytest.mark.full
 def test_the_exit_code_of_what_follows_the_training(folder: Path):
     found = supervised(folder, size=2, standby=0, script=exits_after)
     assert found.code == 7

@@ -212,6 +212,20 @@ def then_notes(folder: str, steps: int, faults: list[Fault]) -> None:
     open(f"{folder}/after-{rank}", "w").close()
 
 
+def leaves_on_notice(world: Any, folder: str, steps: int, faults: Faults) -> None:
+    """SIGTERM is a notice. Once the standby is gone, the ranks flush and leave."""
+    job = Job(world, folder, faults)
+    leaving = world.engine.leave_on(signal.SIGTERM, deadline_s=60)
+    world.load(job.state)
+    for step in world.steps(1 << 30):
+        job.do(step)
+        if leaving.asked:
+            open(f"{folder}/asked-{world.rank}", "w").close()
+        if all(world.engine.gather(os.path.exists(f"{folder}/standby-is-gone"))):
+            break
+    open(f"{folder}/left-{world.rank}-{world.engine.should_leave()}", "w").close()
+
+
 def exits_after(folder: str, steps: int, faults: list[Fault]) -> None:
     """The code of rank 0 is its own, after the training."""
     from tieredckpt import live

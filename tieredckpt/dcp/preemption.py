@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CLOSE_WAIT_S = 10.0
 """How long an engine's close waits for the agent to receive a notice that came just before."""
+SAME_NOTICE_S = 5.0
+"""A SIGTERM that follows another one so soon may be the launcher's copy of it."""
 _BY_CALL = 0
 """Stands for :meth:`Leaving.ask` among the signals; no signal has this number."""
 _END = 255
@@ -50,12 +52,16 @@ class Leaving:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._pid = os.getpid()
+        self._is_forwarded = dist.is_torchelastic_launched()
+        """torchrun, or ``tieredckpt run``, forwards its own notice to this rank."""
         self._previous: dict[int, Any] = {}
         self._deadlines: dict[int, float | None] = {}
         self._until_s: dict[int, float] = {}
         """By signal that came, its deadline on the monotonic clock."""
         self._woken_until_s: dict[int, float] = {}
         """The same for signals that woke the thread, perhaps before their handler has run."""
+        self._came_s: dict[int, float] = {}
+        """By signal, when it came first."""
         self._agreed_until_s: float | None = None
         self._wake: socket.socket | None = None
         self._woken: socket.socket | None = None
@@ -127,6 +133,7 @@ class Leaving:
     def _record(self, number: int, deadline_s: float | None) -> None:
         until_s = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
         known_s = (self._until_s.get(number, math.inf), self._woken_until_s.get(number, math.inf))
+        self._came_s.setdefault(number, time.monotonic())
         self._until_s[number] = min(until_s, *known_s)
         self._wake_thread(number)
 
@@ -139,12 +146,21 @@ class Leaving:
         previous = _live(self._previous[number], number)
         # A forked child (a data loader's worker) inherits handler and socket; it does not leave.
         if self._closed or os.getpid() != self._pid or number in self._until_s:
-            _as_before(previous, number, frame)
+            if not self._is_same_notice(number):
+                _as_before(previous, number, frame)
             return
         self._record(number, self._deadlines[number])
         # Python's own for SIGINT would raise KeyboardInterrupt: the second signal does that.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+    def _is_same_notice(self, number: int) -> bool:
+        """Whether this SIGTERM may be a notice that came: the scheduler signals each process, and
+        the launcher forwards what it got itself.
+        """
+        if number != signal.SIGTERM or not self._is_forwarded or os.getpid() != self._pid:
+            return False
+        return time.monotonic() - self._came_s.get(number, -math.inf) < SAME_NOTICE_S
 
     # --- the agent -------------------------------------------------------------------------------
 
@@ -252,13 +268,15 @@ class Leaving:
         return True
 
     def close(self) -> None:
-        """Put the handlers back, unless others were installed since. Idempotent."""
+        """Put the handlers back, unless others were installed since, or the launcher's copy of a
+        notice may still come. Idempotent.
+        """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True  # a handler that cannot be removed only chains from now on
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._handle:
+                if signal.getsignal(number) == self._handle and not self._is_same_notice(number):
                     signal.signal(number, _live(previous, number))
             self._restore_wakeup()
         self._wake_thread(_END)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tests.support.agent import wait_until
 from tests.support.preloaded import context
 from tests.support.states import config, save
+from tieredckpt.dcp import preemption
 from tieredckpt.engine import Engine
 from tieredckpt.errors import NotFoundError, UsageError
 
@@ -187,6 +188,52 @@ def test_what_cannot_be_done_is_refused(engine: Engine):
     thread.join()
     assert "main thread" in str(errors)
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def _told_twice(pipe: Any, settings: dict[str, Any]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TORCHELASTIC_RUN_ID"] = "job"  # as under tieredckpt run, and torchrun
+    engine = Engine.open(settings)
+    leaving = engine.leave_on(signal.SIGTERM, signal.SIGINT)
+    del os.environ["TORCHELASTIC_RUN_ID"]  # the generation of live recovery has ended
+    preemption.SAME_NOTICE_S = LONG_S
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    pipe.send(leaving.asked)
+    signal.raise_signal(signal.SIGINT)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        pipe.send("interrupted")
+    worker = os.fork()
+    if not worker:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    pipe.send(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+    engine.close()
+    signal.raise_signal(signal.SIGTERM)
+    pipe.send("closed")
+    preemption.SAME_NOTICE_S = 0.0
+    signal.raise_signal(signal.SIGTERM)
+    pipe.send("still here")
+
+
+def test_a_launchers_copy_of_the_notice_is_no_second_one(runtime_dir: Path, tmp_path: Path):
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_told_twice, args=(theirs, settings(runtime_dir, tmp_path)))
+    process.start()
+    theirs.close()
+    try:
+        for expected in (True, "interrupted", -signal.SIGTERM, "closed"):
+            assert mine.poll(LONG_S)
+            assert mine.recv() == expected
+        with pytest.raises(EOFError):
+            mine.recv()
+        process.join(LONG_S)
+        assert process.exitcode == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.join()
 
 
 def _trainer(pipe: Any, settings: dict[str, Any]) -> None:
