@@ -38,6 +38,7 @@ from tieredckpt.dcp.job.hosts import (
 from tieredckpt.dcp.job.ranks import Ranks
 from tieredckpt.dcp.job.session import Session
 from tieredckpt.dcp.job.tier_alerts import TierWatch
+from tieredckpt.dcp.loader_workers import end_workers_at_exit
 from tieredckpt.dcp.process_executor import Lender
 from tieredckpt.dcp.save.state import SaveState
 from tieredckpt.dcp.slots.copy import default_copy_threads
@@ -96,6 +97,7 @@ def open_together(
         on_failure.pop_all()
     # Only now, since the agent knows the number of slots: a ring has more if there are replicas.
     session.prepare_ring(expected)
+    end_workers_at_exit(os.getpid())
     return session
 
 
