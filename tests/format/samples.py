@@ -13,8 +13,13 @@ from typing import get_args
 
 import msgspec
 
+from tieredckpt.agent.cluster.authority import RULES, Rule
+from tieredckpt.agent.host.sessions import LEASES, SessionRecord
+from tieredckpt.config.tiers import Best, Keep, ObjectOptions, TierSpec
+from tieredckpt.config.units import Every
 from tieredckpt.format import envelope, manifest, plain, plan, plan_record, records, segment
 from tieredckpt.format.digest import digest
+from tieredckpt.rpc.messages.agent import NamespaceSpec
 
 
 def hex_id(number: int) -> str:
@@ -259,6 +264,29 @@ def bare_tombstone() -> records.Tombstone:
     return msgspec.structs.replace(small_tombstone(), cause="unfinished", manifest=b"")
 
 
+def configuration() -> Rule:
+    """The file ``specs/<namespace>.json``."""
+    disk = TierSpec(name="nvme", url="file:///mnt/größe", every=Every(steps=100), keep=Keep(last=2))
+    bucket = TierSpec(
+        name="s3",
+        url="s3://bucket/runs",
+        scope="shared",
+        source="nvme",
+        keep=Keep(
+            last=3, max_age_s=3600.5, max_bytes=1 << 50, best=Best(metric="loss", mode="min")
+        ),
+        lag_alarm=Every(seconds=600.0),
+        object=ObjectOptions(region="eu-south-2", sse_type="kms", sse_key="arn:aws:kms:1"),
+    )
+    spec = NamespaceSpec(capacity_bytes=1 << 38, keep_last=2, wait_s=30.0, tiers=(disk, bucket))
+    return Rule(run=hex_id(6), spec=spec)
+
+
+def lease() -> SessionRecord:
+    """The file ``sessions/<id>``."""
+    return SessionRecord(namespace="gpt-run-7", run=hex_id(6), local_rank=3, local_world_size=8)
+
+
 def plain_value() -> object:
     return {
         "none": None,
@@ -330,6 +358,8 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "notice": lambda: records.encode_intent(small_notice()),
     "notice-again": lambda: records.encode_intent(notice_again()),
     "verdict": lambda: records.encode_decision(small_verdict()),
+    "configuration": lambda: RULES.encode(configuration()),
+    "lease": lambda: LEASES.encode(lease()),
     "plan": lambda: plan.encode_plan(small_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
@@ -422,6 +452,11 @@ def targets() -> list[Target]:
     ]
     note = envelope.open_record(made["notice"], b"TCKNOTCE", max_version=1, limit_bytes=1 << 16)
     verdict = envelope.open_record(made["verdict"], b"TCKVERDT", max_version=1, limit_bytes=1 << 16)
+    rule = envelope.open_record(
+        made["configuration"], b"TCKRULES", max_version=1, limit_bytes=1 << 16
+    )
+    held = envelope.open_record(made["lease"], b"TCKLEASE", max_version=1, limit_bytes=1 << 16)
+    of_old = [msgspec.json.encode(each) for each in (configuration(), lease())]
     pay = plan_record.open_plan(made["plan"])
     stored = segment.encode_index(segment.lay_out(many_specs()).items)
     sealed = [
@@ -458,6 +493,10 @@ def targets() -> list[Target]:
         Target("notice, resealed", (note,), _record(b"TCKNOTCE", records.decode_intent)),
         Target("verdict", (made["verdict"],), records.decode_decision),
         Target("verdict, resealed", (verdict,), _record(b"TCKVERDT", records.decode_decision)),
+        Target("configuration", (made["configuration"], of_old[0]), RULES.decode_either),
+        Target("configuration, resealed", (rule,), _record(b"TCKRULES", RULES.decode)),
+        Target("lease", (made["lease"], of_old[1]), LEASES.decode_either),
+        Target("lease, resealed", (held,), _record(b"TCKLEASE", LEASES.decode)),
         Target("plan", (made["plan"],), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
         Target("plan id", (made["plan"],), plan_record.encoded_plan_id),

@@ -13,9 +13,11 @@ import zstandard
 from tests.format import regenerate as regenerate_module
 from tests.format import samples
 from tests.format.regenerate import ZSTD_VERSION_FILE, golden_path, regenerate, zstd_version
+from tieredckpt.agent.cluster.authority import RULES
+from tieredckpt.agent.host.sessions import LEASES
 from tieredckpt.format import manifest, plain, plan, records, segment
 
-MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN", b"TCKRECRD", b"TCKTOMBS")
+MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN", b"TCKRECRD", b"TCKTOMBS", b"TCKRULES", b"TCKLEASE")
 
 
 PLAN_ID = "46cf73a6a2a5fea77b46c7dd38c4b8cf"
@@ -114,6 +116,17 @@ def test_save_records(kind: records.RecordKind):
 
 def test_large_save_record():
     assert records.decode_save_record(golden("record-large")) == samples.large_save_record()
+
+
+def test_configuration_and_lease():
+    """In the present form, and as JSON, which earlier releases wrote."""
+    for codec, name, expected in (
+        (RULES, "configuration", samples.configuration()),
+        (LEASES, "lease", samples.lease()),
+    ):
+        assert codec.decode_either(golden(name)) == (expected, False)
+        old = golden_path("x").with_name(f"{name}.json").read_bytes()
+        assert codec.decode_either(old) == (expected, True)
 
 
 def test_plan():

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -27,9 +27,10 @@ from tests.support.preloaded import context
 from tieredckpt import failpoints
 from tieredckpt.agent.host import launch
 from tieredckpt.agent.host.launch import READY
+from tieredckpt.agent.host.sessions import LEASES
 from tieredckpt.agent.node import Node
 from tieredckpt.config.tiers import Keep
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, NotFoundError
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import (
     AttemptId,
@@ -57,6 +58,7 @@ from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.holdings import Holdings, TierFacts, decode_holdings
 from tieredckpt.storage.memory.slot import lock_reserved, unlock
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 LOST_AFTER = "TEST_LOST_AFTER_S"
 """In the environment of a forked agent: ``LOST_AFTER_S``, where half a minute is not the case."""
@@ -124,18 +126,31 @@ class DirectClient:
     def open_session(
         self, namespace: str, spec: m.NamespaceSpec, *, local_rank: int = 0
     ) -> m.SessionOpened:
-        opened = self.node.open_session(
-            m.OpenSession(
-                api=m.API_VERSION, version="test", session_id=self.session_id,
-                namespace=namespace, run=self.run_id, spec=spec, local_rank=local_rank,
-                local_world_size=1,
-            )
+        self._session = m.OpenSession(
+            api=m.API_VERSION, version="test", session_id=self.session_id,
+            namespace=namespace, run=self.run_id, spec=spec, local_rank=local_rank,
+            local_world_size=1,
         )  # fmt: skip
         self.namespace = namespace
+        return self._open()
+
+    def _open(self) -> m.SessionOpened:
+        opened = self.node.open_session(self._session)
         if opened.lease_ticket:
             self.drop_lease()
             self.lease_fd = self.redeem(opened.lease_ticket)
         return opened
+
+    def request(self, request: m.NodeRequest[T]) -> T:
+        """In the session, which is opened again if the agent asks for it."""
+        answer = getattr(self.node, request.verb())
+        try:
+            return answer(self.namespace, request)
+        except NotFoundError as error:
+            if error.fields.get("what") != "session":
+                raise
+        self._open()
+        return answer(self.namespace, request)
 
     def drop_lease(self) -> None:
         """What the kernel does when the process dies."""
@@ -148,18 +163,18 @@ class DirectClient:
 
     def prepare(self, size: int) -> m.Prepared:
         request = m.Prepare(session_id=self.session_id, segment_bytes=size)
-        return self.node.prepare(self.namespace, request)
+        return self.request(request)
 
     def reserve(self, size: int) -> m.Grant:
         request = m.Reserve(session_id=self.session_id, segment_bytes=size)
-        return self.node.reserve(self.namespace, request)
+        return self.request(request)
 
     def seal(self, segment_id: str, slot_id: str, size: int, root: str) -> m.Sealed:
         request = m.Seal(
             session_id=self.session_id, segment_id=segment_id, slot_id=slot_id,
             segment_bytes=size, root=root,
         )  # fmt: skip
-        return self.node.seal(self.namespace, request)
+        return self.request(request)
 
     def commit(
         self, manifest: bytes, plan: bytes | None = None, *, attempt: bytes = b""
@@ -168,7 +183,7 @@ class DirectClient:
             session_id=self.session_id, run=self.run_id, manifest=manifest, plan=plan,
             attempt=attempt,
         )  # fmt: skip
-        return self.node.commit(self.namespace, request)
+        return self.request(request)
 
     def open_attempt(
         self,
@@ -183,7 +198,7 @@ class DirectClient:
             session_id=self.session_id, attempt_id=attempt_id, run=self.run_id,
             followed=followed, cause=cause, bases=bases, silent=silent,
         )  # fmt: skip
-        return self.node.open_attempt(self.namespace, request)
+        return self.request(request)
 
     def holdings(self, *, within_s: float | None = None, tiers: bool = True) -> bytes:
         limit_s = math.inf if within_s is None else within_s
@@ -213,8 +228,8 @@ def join_run(client: AgentClient, run: str) -> None:
     client._open(client._session, time.monotonic() + 30.0)
     # Real ones are of one run for life: an agent that starts again reads it from there.
     noted = client.runtime_dir / "sessions" / client.session_id
-    record = msgspec.json.decode(noted.read_bytes())
-    noted.write_bytes(msgspec.json.encode({**record, "run": run}))
+    record = msgspec.structs.replace(LEASES.decode(noted.read_bytes()), run=run)
+    noted.write_bytes(LEASES.encode(record))
 
 
 def wait_until(true: Callable[[], object], *, deadline_s: float = 60.0) -> None:

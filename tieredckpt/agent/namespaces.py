@@ -144,7 +144,7 @@ class Registry:
                 record = msgspec.convert(request, SessionRecord, from_attributes=True)
                 session = self._sessions.get(request.session_id)
                 session = session or Session(request.session_id, record)
-                session.record = record
+                session.record, session.adopted = record, False
                 if session.lease_ticket:
                     self._tickets.revoke(session.lease_ticket)
                 failpoints.reach("agent.session.before_lease")
@@ -182,9 +182,11 @@ class Registry:
             for session in list(self._sessions.values()):
                 if session.namespace != request.namespace:
                     continue
+                run = session.record.run
                 if session.session_id == request.session_id:
                     continue
-                run = session.record.run
+                if session.adopted and run == request.run:
+                    continue  # its configuration is known from a file only
                 if found := namespace.ruling.conflict(request.run, request.spec, run):
                     if self._leases.is_held(session.session_id):
                         differences, others = found, [*others, session]
@@ -325,7 +327,7 @@ class Registry:
                     what="session",
                 )
             spec = found.ruling.spec_of(session.record.run)
-            if spec is None:  # adopted, of a run that has not saved: the client opens it again
+            if spec is None or session.adopted:  # the configuration of its process counts
                 raise NotFoundError("the session must be opened again", what="session")
             return session, found, found.replication.ring(spec)
 

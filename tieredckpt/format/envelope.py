@@ -368,3 +368,17 @@ class RecordCodec(Generic[T]):
         if self.texts and len(payload) - len(payload.translate(None, _TEXT_HEADS)) > _TEXTS_MAX:
             raise IntegrityError(f"{self.what}: more than {_TEXTS_MAX} strings")
         return unpack_struct(self._decoder, payload, self.what, self.check)
+
+    def decode_either(self, data: bytes) -> tuple[T, bool]:
+        """The value in ``data``, and whether that is JSON without a digest, the former form.
+
+        Raises as :meth:`decode`.
+        """
+        if not data.startswith(b"{"):
+            return self.decode(data), False
+        try:
+            value = msgspec.json.decode(data, type=self.struct)
+            self.check(value)
+        except MALFORMED as error:
+            raise IntegrityError(f"{self.what} is damaged: {error}") from error
+        return value, True

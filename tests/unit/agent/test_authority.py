@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from tests.support.saves import made, manifest_of
-from tieredckpt.agent.cluster.authority import Rule, Ruling
+from tieredckpt.agent.cluster.authority import RULES, Rule, Ruling
 from tieredckpt.config.tiers import Keep
 from tieredckpt.format.manifest import AttemptRecord, Followed, Manifest
 from tieredckpt.policy.history import ancestry_of
@@ -84,14 +85,59 @@ def read(path: Path) -> Ruling:
     return Ruling(path, Known(), SimpleNamespace(run=""), lambda: set())  # type: ignore[arg-type]
 
 
-def test_rules_that_cannot_be_read_are_none(tmp_path: Path):
-    path = tmp_path / "rule"
+def a_rule() -> Rule:
     tier = TierSpec(name="far", url="s3://b/c", scope="shared", keep=Keep(last=7))
     spec = NamespaceSpec(capacity_bytes=1, keep_last=2, wait_s=0.0, tiers=(tier,))
-    rule = Rule(run=made("run", 1), spec=spec)
-    good = msgspec.json.encode(rule)
+    return Rule(run=made("run", 1), spec=spec)
+
+
+def test_rules_with_any_bit_flipped_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "rule"
+    path.write_bytes(good := RULES.encode(a_rule()))
+    assert read(path).rule == a_rule()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        caplog.clear()
+        ruling = read(path)
+        assert (ruling.rule, ruling.term(), ruling.tiers()) == (None, None, {}), bit
+        assert "nothing is deleted" in caplog.text
+
+
+def test_rules_of_the_former_form_are_written_anew_in_the_present_one(tmp_path: Path):
+    path, known = tmp_path / "rule", Known()
+    known.saves.append(manifest_of(0, ["a"]))
+    known.records.append(attempt(1))
+    path.write_bytes(msgspec.json.encode(a_rule()))
+    ruling = Ruling(path, known, SimpleNamespace(run=""), lambda: set())  # type: ignore[arg-type]
+    assert ruling.settle("")
+    assert ruling.rule == a_rule() == RULES.decode(path.read_bytes())
+    assert not ruling.settle("")
+
+
+def test_the_configuration_of_a_session_of_the_run_replaces_an_old_files_at_once(tmp_path: Path):
+    """Also while it is not known whose the newest attempt is."""
+    path = tmp_path / "rule"
+    path.write_bytes(RULES.encode(a_rule()))
+    runs = {made("run", 1), made("run", 2)}
+    ruling = Ruling(path, Known(), SimpleNamespace(run=""), lambda: runs)  # type: ignore[arg-type]
+    far = TierSpec(name="far", url="s3://b/now", scope="shared", keep=Keep(last=9))
+    spec = msgspec.structs.replace(a_rule().spec, keep_last=5, tiers=(far,))
+    ruling.note(made("run", 2), spec)
+    assert ruling.rule == a_rule(), "another run's does not"
+    ruling.note(made("run", 1), spec)
+    assert (ruling.spec, ruling.spec_of(made("run", 1)), ruling.keep_last()) == (spec, spec, 5)
+    assert ruling.tiers() == {"far": far}
+    assert ruling.fills(far)
+    assert not ruling.fills(a_rule().spec.tiers[0])
+
+
+def test_rules_of_the_former_form_that_cannot_be_read_are_none(tmp_path: Path):
+    path = tmp_path / "rule"
+    good = msgspec.json.encode(a_rule())
     path.write_bytes(good)
-    assert read(path).rule == rule
+    assert read(path).rule == a_rule()
     bad = [
         good.replace(was, now, 1)
         for was, now in (

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.unit.agent.test_node import Host, flip, slot_file, steps
 from tieredckpt import failpoints
+from tieredckpt.agent.cluster.authority import RULES
+from tieredckpt.agent.host.sessions import LEASES
 from tieredckpt.agent.tiers import worker
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.rpc.messages import agent as m
@@ -117,6 +120,64 @@ def test_what_a_tier_has_yet_to_take_up_stays(host: Host, tmp_path: Path):
     assert steps(trainer, "disk") == [1]
 
 
+@pytest.mark.parametrize(
+    ("folder", "harmed"),
+    [("specs", b"/disk"), ("specs", b"keep_last"), ("sessions", b"run"), ("sessions", b"TCKLEASE")],
+)
+def test_a_flipped_bit_in_a_file_of_the_agent_before_moves_no_save_and_deletes_nothing(
+    host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: str, harmed: bytes
+):
+    """The trainer lives on, and its configuration holds from its next request on."""
+    trainer = host.trainer(
+        spec_of(tiers={"disk": tmp_path / "disk"}, keep_last=3, tier_keep_last=3)
+    )
+    saves = [trainer.save(step, tiers=("disk",)) for step in (1, 2, 3)]
+    wait_until(lambda: trainer.client.progress(saves[-1].save_id).levels["disk"] == "done")
+    (path,) = (host.runtime.path / folder).iterdir()
+    at = path.read_bytes().index(harmed) + len(harmed)
+    flip(path, at)  # of keep_last: 3 becomes 2; of /disk: another folder
+    host.restart()
+    host.node.reap()
+    assert str(path) in caplog.text or path.name in caplog.text
+    assert steps(trainer) == [1, 2, 3]
+    saves.append(trainer.save(4, tiers=("disk",)))
+    wait_until(lambda: trainer.client.progress(saves[-1].save_id).levels["disk"] == "done")
+    wait_until(lambda: steps(trainer, "disk") == [2, 3, 4])
+    assert steps(trainer) == [2, 3, 4]
+    assert [each.name for each in tmp_path.iterdir() if each.name.startswith("dis")] == ["disk"]
+    host.restart()
+    namespace = host.node._registry.namespace("run")
+    assert namespace.ruling.keep_last() == 3, "written anew"
+    assert host.node._registry.num_sessions() == 1
+    assert steps(trainer, "disk") == [2, 3, 4]
+
+
+@pytest.mark.parametrize("folder", ["specs", "sessions"])
+def test_the_former_form_is_read_once_and_a_living_trainer_wins_over_it(
+    host: Host, tmp_path: Path, folder: str
+):
+    """It has no digest: here a bit of the URL and of the namespace were flipped."""
+    spec = spec_of(tiers={"disk": tmp_path / "disk"}, keep_last=3)
+    trainer = host.trainer(spec)
+    other = host.trainer(spec, run=trainer.client.run_id, rank=1)
+    saved = trainer.save(1, tiers=("disk",))
+    wait_until(lambda: trainer.client.progress(saved.save_id).levels["disk"] == "done")
+    host.node.stop()
+    for path in (host.runtime.path / folder).iterdir():
+        codec = RULES if folder == "specs" else LEASES
+        old = msgspec.json.encode(codec.decode(path.read_bytes()))
+        path.write_bytes(old.replace(b"/disk", b"/disj"))
+    host.restart()
+    saved = trainer.save(2, tiers=("disk",))
+    wait_until(lambda: trainer.client.progress(saved.save_id).levels["disk"] == "done")
+    assert steps(other, "disk") == [1, 2]
+    other.prepare()
+    for path in (host.runtime.path / folder).iterdir():
+        assert path.read_bytes().startswith(b"TCK")
+    assert host.node._registry.namespace("run").ruling.spec == spec
+    assert host.node._registry.num_sessions() == 2
+
+
 @pytest.mark.parametrize("lost", ["slot", "manifest", "other manifest", "attempt"])
 def test_nothing_goes_while_something_is_lost(host: Host, lost: str):
     trainer = host.trainer(spec_of(keep_last=1))
@@ -166,4 +227,4 @@ def join(host: Host, trainer: FakeTrainer, *names: str) -> None:
         session_id=trainer.client.session_id, run=trainer.client.run_id, leader=names[-1],
         hosts=tuple(entries), replicas=0,
     )  # fmt: skip
-    host.node.set_peers(trainer.namespace, request)
+    trainer.client.request(request)

@@ -713,7 +713,7 @@ def test_requests_of_an_unknown_session_say_so(host: Host):
         path.unlink()
     host.restart()
     with pytest.raises(NotFoundError) as caught:
-        trainer.client.reserve(trainer.segment_bytes)
+        host.node.check_session("run", trainer.client.session_id)
     assert caught.value.what == "session"
 
 

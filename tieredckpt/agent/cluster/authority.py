@@ -16,9 +16,12 @@ import msgspec
 
 from tieredckpt.agent.cluster.members import Peers
 from tieredckpt.agent.host.sessions import FULL_ADVICE
-from tieredckpt.format.manifest import AttemptRecord
+from tieredckpt.errors import TieredCkptError
+from tieredckpt.format.envelope import RecordCodec
+from tieredckpt.format.manifest import AttemptRecord, HexId
 from tieredckpt.policy.history import Chain
 from tieredckpt.rpc.messages.agent import NamespaceSpec, TierSpec
+from tieredckpt.rpc.messages.base import SMALL_BODY_BYTES_MAX
 from tieredckpt.storage.catalog import Catalog
 from tieredckpt.storage.folder import medium
 
@@ -26,10 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file says."""
+    """The content of the file."""
 
-    run: str
+    run: HexId
     spec: NamespaceSpec
+
+
+RULES = RecordCodec(b"TCKRULES", Rule, "configuration", limit_bytes=SMALL_BODY_BYTES_MAX)
 
 
 class Ruling:
@@ -54,11 +60,15 @@ class Ruling:
         """Of runs that have sessions here and do not rule, the last one last."""
         peers.is_over = lambda: self._is_over(peers.run)
         try:
-            self.rule = msgspec.json.decode(path.read_bytes(), type=Rule)
+            self.rule, is_old = RULES.decode_either(path.read_bytes())
+            if is_old:  # for settle, which writes it down in the present form
+                self._guests[self.rule.run] = self.rule.spec
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, RecursionError) as error:
-            log.warning("%s: nothing is deleted before the next save: %s", path, error)
+        except (OSError, TieredCkptError) as error:
+            log.warning(
+                "%s is not used, and nothing is deleted before the next save: %s", path, error
+            )
 
     # --- whose they are ---------------------------------------------------------------------------
 
@@ -72,6 +82,8 @@ class Ruling:
         if self.rule != Rule(run=run, spec=spec):
             self._guests.pop(run, None)
             self._guests[run] = spec
+            if self.rule is not None and self.rule.run == run:
+                self.rule = Rule(run=run, spec=spec)  # at once: the file may be old
 
     def drop_guests(self, last: str | None = None) -> None:
         """A session ended. Where nobody rules the ``last`` one's tiers stay, for who looks from the
@@ -96,7 +108,7 @@ class Ruling:
         rule = Rule(run=run, spec=self._guests[run])
         with medium("memory", f"store the configuration in {self._path}", advice=FULL_ADVICE):
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_bytes(msgspec.json.encode(rule))
+            temporary.write_bytes(RULES.encode(rule))
             os.replace(temporary, self._path)
         if self.rule is not None and self.rule.run in self._runs():  # it is told so when it saves
             self._guests[self.rule.run] = self.rule.spec

@@ -16,7 +16,8 @@ from typing import Protocol
 import msgspec
 
 from tieredckpt.errors import AgentError, TieredCkptError
-from tieredckpt.format.manifest import ID_PATTERN, check_id, check_name
+from tieredckpt.format.envelope import RecordCodec
+from tieredckpt.format.manifest import ID_PATTERN, HexId, Name, check_id
 from tieredckpt.rpc.messages.agent import Grant
 from tieredckpt.storage.folder import medium
 from tieredckpt.storage.memory.slot import try_lock_exclusive
@@ -39,12 +40,15 @@ class Tickets(Protocol):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the lease file says."""
+    """The content of the lease file."""
 
-    namespace: str
-    run: str
+    namespace: Name
+    run: HexId
     local_rank: int
     local_world_size: int
+
+
+LEASES = RecordCodec(b"TCKLEASE", SessionRecord, "lease", limit_bytes=RECORD_BYTES_MAX)
 
 
 @dataclass(slots=True)
@@ -53,6 +57,8 @@ class Session:
 
     session_id: str
     record: SessionRecord
+    adopted: bool = False
+    """An earlier agent knew it, and its process has not sent its configuration to this one."""
     lease_ticket: str = ""
     """The lease as offered; while nobody has fetched it the agent itself holds it."""
     slot_capacity: int = 0
@@ -110,18 +116,26 @@ class Leases:
             if record is None or not self.is_held(name):
                 self.end(name)
             else:
-                found.append(Session(name, record))
+                found.append(Session(name, record, adopted=True))
         return found
 
     def _read(self, session_id: str) -> SessionRecord | None:
         try:
-            with (self._folder / session_id).open("rb") as file:
-                record = msgspec.json.decode(file.read(RECORD_BYTES_MAX), type=SessionRecord)
-            check_name(record.namespace, "namespace")
-        except (OSError, ValueError) as error:
+            with (self._folder / session_id).open("r+b") as file:
+                record, is_old = LEASES.decode_either(file.read(RECORD_BYTES_MAX))
+                if is_old:
+                    self._write(file.fileno(), record)
+        except (OSError, TieredCkptError) as error:
             log.warning("lease file of session %s is unusable: %s", session_id, error)
             return None
         return record
+
+    def _write(self, fd: int, record: SessionRecord) -> None:
+        """In place: the file is what is locked. Raises CapacityError, TierUnavailableError."""
+        data = LEASES.encode(record)
+        with medium("memory", f"record a session in {self._folder}", advice=FULL_ADVICE):
+            os.pwrite(fd, data, 0)
+            os.ftruncate(fd, len(data))
 
     def open(self, session_id: str, record: SessionRecord) -> str:
         """A ticket for the locked lease file, or "" if the client holds it already.
@@ -145,8 +159,7 @@ class Leases:
                 os.close(fd)
                 return ""
             try:
-                with medium("memory", f"record a session in {self._folder}", advice=FULL_ADVICE):
-                    os.pwrite(fd, msgspec.json.encode(record), 0)
+                self._write(fd, record)
             except TieredCkptError:
                 os.close(fd)
                 raise
