@@ -6,6 +6,7 @@ a ``random.Random`` is passed in. A changed value changes a golden file: add sam
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tieredckpt.agent.cluster.authority import RULES, Rule
 from tieredckpt.agent.host.sessions import LEASES, SessionRecord
 from tieredckpt.config.tiers import Best, Keep, ObjectOptions, TierSpec
 from tieredckpt.config.units import Every
-from tieredckpt.format import envelope, manifest, plain, plan, plan_record, records, segment
+from tieredckpt.format import envelope, manifest, nested, plain, plan, plan_record, records, segment
 from tieredckpt.format.digest import digest
 from tieredckpt.rpc.messages.agent import NamespaceSpec
 
@@ -335,6 +336,20 @@ def small_plan() -> plan.Plan:
     )
 
 
+def nested_state() -> dict[object, object]:
+    return {
+        "optim": {"state": {}, "param_groups": [{"lr": 0.1}, {}]},
+        "schedule": {"milestones": {30: 1, 80: 2}},
+        "by": {None: 1, True: 2, 0.5: 3, ("a", 7): 4, "text": 5},
+        "layers": {"0": 1, "1": 2},
+    }
+
+
+def nested_plan() -> plan.Plan:
+    """Of a state with keys that are no text."""
+    return dataclasses.replace(small_plan(), nested=nested.nested_of(nested_state()))
+
+
 def _encoded_record(kind: records.RecordKind) -> Callable[[], bytes]:
     return lambda: records.encode_save_record(save_record(kind))
 
@@ -361,11 +376,14 @@ GOLDEN: dict[str, Callable[[], bytes]] = {
     "configuration": lambda: RULES.encode(configuration()),
     "lease": lambda: LEASES.encode(lease()),
     "plan": lambda: plan.encode_plan(small_plan()),
+    "plan-nested": lambda: plan.encode_plan(nested_plan()),
     "plain": lambda: plain.encode_plain(plain_value()),
 }
 """What each golden file holds, made by today's encoders."""
 
-VERSIONS = {"manifest-replicas": 2, "manifest-replicas-large": 2, "attempt": 2}
+VERSIONS = {
+    "manifest-replicas": 2, "manifest-replicas-large": 2, "attempt": 2, "plan-nested": 2
+}  # fmt: skip
 """Of those that are not version 1."""
 
 NOT_WRITTEN_ANY_MORE = {"attempt": 1}
@@ -497,8 +515,11 @@ def targets() -> list[Target]:
         Target("configuration, resealed", (rule,), _record(b"TCKRULES", RULES.decode)),
         Target("lease", (made["lease"], of_old[1]), LEASES.decode_either),
         Target("lease, resealed", (held,), _record(b"TCKLEASE", LEASES.decode)),
-        Target("plan", (made["plan"],), _whole_plan),
+        Target("plan", (made["plan"], made["plan-nested"]), _whole_plan),
         Target("plan, resealed", (pay,), _record(b"TCKPPLAN", _whole_plan)),
+        Target("plan v2, resealed", (plan_record.open_plan(made["plan-nested"]),),
+               _record(b"TCKPPLAN", _whole_plan, version=2)),
+        Target("nested keys", (nested_plan().nested,), nested.decode_nested),
         Target("plan id", (made["plan"],), plan_record.encoded_plan_id),
         Target(
             "plain",

@@ -15,7 +15,8 @@ from tests.format import samples
 from tests.format.regenerate import ZSTD_VERSION_FILE, golden_path, regenerate, zstd_version
 from tieredckpt.agent.cluster.authority import RULES
 from tieredckpt.agent.host.sessions import LEASES
-from tieredckpt.format import manifest, plain, plan, records, segment
+from tieredckpt.format import manifest, nested, plain, plan, records, segment
+from tieredckpt.format.envelope import record_version
 
 MAGICS = (b"TCKMANIF", b"TCKATTMT", b"TCKPPLAN", b"TCKRECRD", b"TCKTOMBS", b"TCKRULES", b"TCKLEASE")
 
@@ -139,6 +140,21 @@ def test_plan():
     assert decoded.metadata_version == "1.0.0"
     assert decoded.storage_meta == expected.storage_meta
     assert samples.plan_id(golden("plan")) == PLAN_ID == samples.plan_id(expected)
+
+
+def test_plan_with_nested_keys():
+    """In a field of its own, in version 2; all else is as in version 1."""
+    made, older = plan.decode_plan(golden("plan-nested")), plan.decode_plan(golden("plan"))
+    assert (record_version(golden("plan-nested")), record_version(golden("plan"))) == (2, 1)
+    assert nested.decode_nested(made.nested) == {
+        ("optim", "state"): {},
+        ("optim", "param_groups", 1): {},
+        ("schedule", "milestones"): True,
+        ("by",): {"None": None, "True": True, "0.5": 0.5, "('a', 7)": ("a", 7)},
+        ("layers",): {"0": "0", "1": "1"},
+    }
+    assert older.nested == b""
+    assert list(made.entries()) == list(older.entries())
 
 
 def test_structure_digest():

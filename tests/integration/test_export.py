@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError, NotFoundError, UsageError
 from tieredckpt.export import export as exporting
 from tieredckpt.export.export import Report, Request, export_checkpoint
+from tieredckpt.export.imports import import_checkpoint
 from tieredckpt.export.source import Which
 from tieredckpt.export.tree import contents
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -218,6 +220,87 @@ def test_values_per_rank_values_and_tensors_inside_of_values(runtime_dir: Path, 
     assert back["path"] == tmp_path
     assert all(map(same, back["pair"], state["pair"]))
     assert back["rng"] == found["rng"]
+
+
+def trained() -> tuple[dict[str, Any], Any]:
+    """The state of a training as ``torch.save`` is given it, after two steps; and its objects."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(3, 2)
+    adam, sgd = torch.optim.AdamW([model.weight]), torch.optim.SGD([model.bias], lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [3, 4], gamma=0.5)
+    for _ in range(2):
+        model(torch.ones(3)).sum().backward()
+        for each in (adam, sgd, schedule):
+            each.step()
+    objects = {"model": model, "adam": adam, "sgd": sgd, "schedule": schedule}
+    state = {name: each.state_dict() for name, each in objects.items()}
+    return state | {"pairs": {(0, "a"): 1, None: [{}, {2: 3}, {}]}}, objects
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Bit for bit, with the same types of keys in any order."""
+    if isinstance(other, dict):
+        keys = [{(type(key), key) for key in each} for each in (one, other)]
+        return keys[0] == keys[1] and all(alike(one[key], other[key]) for key in other)
+    if isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return same(one, other)
+
+
+def continues(file: dict[str, Any], state: dict[str, Any]) -> None:
+    """Make sure that a new training that gets ``file`` goes on as one that gets ``state``."""
+    ends = []
+    for loaded in (file, state):
+        _, objects = trained()
+        for name, each in objects.items():
+            each.load_state_dict(copy.deepcopy(loaded[name]))
+        for _ in range(3):
+            objects["model"](torch.ones(3)).sum().backward()
+            for name in ("adam", "sgd", "schedule"):
+                objects[name].step()
+        ends.append([objects["model"].state_dict(), objects["schedule"].get_last_lr()])
+    assert same(ends[0], ends[1])
+    assert ends[0][1] == [0.025], "it passed both milestones"
+
+
+@pytest.mark.usefixtures("served")
+def test_keys_that_are_no_text_come_back(runtime_dir: Path, tmp_path: Path):
+    settings = config(runtime_dir)
+    state, _ = trained()
+    with Engine.open(settings) as engine:
+        engine.async_save(state, 2).result()
+    report = export(settings, tmp_path / "w.pt", "torch")
+    assert (report.text_keys, report.missing, report.left_out) == ([], [], {})
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert alike(found, state)
+    continues(found, state)
+    again = settings | {"namespace": "imported"}
+    import_checkpoint(load_config(again, {}), tmp_path / "w.pt", 2)
+    export(again, tmp_path / "again.pt", "torch")
+    assert alike(torch.load(tmp_path / "again.pt", weights_only=True), state)
+
+
+@pytest.mark.usefixtures("served")
+def test_what_plain_saves_leave_in_doubt_is_named(runtime_dir: Path, tmp_path: Path):
+    settings = config(runtime_dir)
+    state, _ = trained()
+    with Engine.open(settings) as engine:
+        save(engine, 2, state)
+    report = export(settings, tmp_path / "w.pt", "torch", keys=("adam.*", "schedule.*"))
+    assert (report.text_keys, report.missing) == (["adam.state", "schedule.milestones"], [])
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings))
+    command = ("export", "2", str(tmp_path / "n.pt"), "--format", "torch", "--config", str(file))
+    done = run_command(*command, "--number-keys")
+    assert done.returncode == 0, done.stderr
+    assert "may have been numbers" not in done.stderr
+    assert "is not in the checkpoint: sgd.state, pairs.None.0" in done.stderr
+    found = torch.load(tmp_path / "n.pt", weights_only=True)
+    assert found["schedule"]["milestones"] == {3: 1, 4: 1}
+    continues(found | {"sgd": found["sgd"] | {"state": {}}}, state)
+    (tmp_path / "n.pt").unlink()
+    done = run_command(*command)
+    assert "(--number-keys): adam.state, schedule.milestones, pairs.None.1" in done.stderr
 
 
 @pytest.mark.usefixtures("served")

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import torch
 
 from tieredckpt.config.schema import Config
+from tieredckpt.dcp.load.sources import find_plan
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.errors import UsageError
 from tieredckpt.export import safetensors, torch_files
 from tieredckpt.export.files import Files, appearing, check_free
-from tieredckpt.export.selection import DTYPES, Selection, select
+from tieredckpt.export.selection import DTYPES, Selection, in_doubt, name_of, select
 from tieredckpt.export.source import Source, Which, opened
+from tieredckpt.format.nested import Nested, decode_nested
 
 Format = Literal["dcp", "safetensors", "torch"]
 SHARD_BYTES = 5_000_000_000
@@ -39,6 +41,7 @@ class Request:
         strip: A prefix that is removed from the names that have it.
         dtype: What floating tensors are cast to: a name of ``DTYPES``.
         shard_bytes: Of safetensors, the most bytes of tensors in one file.
+        number_keys: Of torch: the keys of ``Report.text_keys`` become numbers.
     """
 
     out: Path
@@ -47,6 +50,7 @@ class Request:
     strip: str = ""
     dtype: str | None = None
     shard_bytes: int = SHARD_BYTES
+    number_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class Report:
 
     Attributes:
         bytes: Of the tensors, in the export.
+        text_keys: Of torch: dicts whose keys are all decimal text, and may have been numbers.
+        missing: Of torch: dicts and places of lists that were empty, and were not saved.
         left_out: By key that matched and was not exported, the reason.
         bytes_by_tier: Bytes of verified blocks that were read, by tier.
         repaired_blocks: Blocks that were damaged in one copy and read from another one.
@@ -67,6 +73,8 @@ class Report:
     tensors: int
     values: int
     bytes: int
+    text_keys: list[str]
+    missing: list[str]
     left_out: Mapping[str, str]
     bytes_by_tier: Mapping[str, int]
     repaired_blocks: int
@@ -104,7 +112,10 @@ def export_checkpoint(
     check_free(request.out, folder=request.format != "torch")
     with opened(config, which) as source:
         dtype = DTYPES[request.dtype] if request.dtype is not None else None
-        selection = select(source.metadata, request.keys, request.strip, dtype, source.wrappers)
+        nested, text_keys, missing = _structure(source, request)
+        selection = select(
+            source.metadata, request.keys, request.strip, dtype, source.wrappers, nested
+        )
         with appearing(request.out, folder=request.format != "torch") as files:
             state, left_out = _make(source, selection, request, files)
             # An empty tensor has no block.
@@ -121,11 +132,25 @@ def export_checkpoint(
             tensors=len(selection.tensors),
             values=len(selection.values) - len(left_out),
             bytes=sum(each.size_bytes for each in selection.tensors),
+            text_keys=text_keys,
+            missing=missing,
             left_out=left_out,
             bytes_by_tier=dict(reader.bytes_by_tier),
             repaired_blocks=reader.repaired_blocks,
             seconds=time.perf_counter() - begun_s,
         )
+
+
+def _structure(source: Source, request: Request) -> tuple[Nested, list[str], list[str]]:
+    """The keys that are no text, and the names of what is in doubt."""
+    if request.format != "torch":
+        return {}, [], []
+    nested = decode_nested(find_plan(source.session, source.candidate).nested)
+    text_keys, missing = in_doubt(source.metadata, request.keys, nested)
+    if request.number_keys:
+        nested |= dict.fromkeys(text_keys, True)
+        text_keys = []
+    return nested, [*map(name_of, text_keys)], [*map(name_of, missing)]
 
 
 def _make(

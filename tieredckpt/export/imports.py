@@ -45,6 +45,7 @@ from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.state.value_archive import BadValueError
 from tieredckpt.dcp.state.values import rebuild
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError, WaitError
+from tieredckpt.format.nested import nested_of
 from tieredckpt.recovery.flush import flush_and_wait
 from tieredckpt.recovery.other_hosts import read_everywhere
 from tieredckpt.storage.file_io import open_regular
@@ -105,7 +106,9 @@ def import_checkpoint(
     )
     try:
         _check_empty(session)
-        keys = _save(Writer(session, step, stream, None, None), state, planner, source)
+        writer = Writer(session, step, stream, None, None)
+        writer.nested = nested_of(state)
+        keys = _save(writer, state, planner, source)
         report = session.last_save
         assert report is not None
         if report.save_id is None:

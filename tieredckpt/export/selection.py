@@ -7,11 +7,13 @@ import fnmatch
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tieredckpt.errors import UsageError
+from tieredckpt.format.nested import Nested, Real, real_path
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By name of ``--dtype``."""
@@ -19,6 +21,7 @@ CAST = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 """Types that are cast. Smaller ones mean something only together with their scales."""
 
 Path = tuple[str | int, ...]
+RealPath = tuple[str | int | Real, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +30,13 @@ class Key:
 
     stored: str
     """Its flat name in the checkpoint."""
-    path: Path
+    path: RealPath
     """Keys of the exported, nested state."""
 
     @property
     def name(self) -> str:
         """The flat name in the export, as DCP joins a path."""
-        return ".".join(map(str, self.path))
+        return name_of(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class Selection:
     values: tuple[Key, ...]
     stored_bytes: int
     """Of the tensors, as they are stored."""
+    empty: tuple[RealPath, ...] = ()
+    """Of dicts that may have nothing in them."""
 
 
 def select(
@@ -66,6 +71,7 @@ def select(
     strip: str = "",
     dtype: torch.dtype | None = None,
     wrappers: Collection[str] = (),
+    nested: Nested | None = None,
 ) -> Selection:
     """Choose keys of a checkpoint.
 
@@ -76,15 +82,18 @@ def select(
         dtype: What floating tensors are cast to; None: their own types.
         wrappers: Keys that were saved as inner tensors, which no other program can put together.
 
+        nested: The keys that are no text.
+
     Raises:
         UsageError: A glob matches nothing, a wrapper matches, or two keys would have one name.
     """
+    nested = nested or {}
     tensors: list[TensorKey] = []
     values: list[Key] = []
     stored_bytes = 0
     _check_globs(keys, list(metadata.state_dict_metadata))
     for name, stored in metadata.state_dict_metadata.items():
-        if keys and not any(fnmatch.fnmatchcase(name, glob) for glob in keys):
+        if not _matches(name, keys):
             continue
         if name in wrappers:
             raise UsageError(
@@ -92,7 +101,7 @@ def select(
                 "engine.load puts together: leave it out (--keys)",
                 state_key=name,
             )
-        path = stripped(recorded_path(name, metadata.planner_data), strip)
+        path = stripped(real_path(recorded_path(name, metadata.planner_data), nested), strip)
         if not isinstance(stored, TensorStorageMetadata):
             values.append(Key(name, path))
             continue
@@ -101,7 +110,46 @@ def select(
         tensors.append(TensorKey(name, path, tuple(stored.size), to))
         stored_bytes += math.prod(stored.size) * own.itemsize
     _check_names([*tensors, *values])
-    return Selection(tuple(tensors), tuple(values), stored_bytes)
+    bare = (real_path(path, nested) for path in _empty(nested, keys))
+    empty = tuple(stripped(path, strip) for path in bare)
+    return Selection(tuple(tensors), tuple(values), stored_bytes, empty)
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def _empty(nested: Nested, globs: Sequence[str]) -> list[Path]:
+    return [p for p, keys in nested.items() if keys == {} and _matches(name_of(p), globs)]
+
+
+def name_of(path: RealPath) -> str:
+    """The flat name, as DCP joins a path."""
+    return ".".join(map(str, path))
+
+
+def in_doubt(metadata: Metadata, keys: Sequence[str], nested: Nested) -> tuple[list[Path], ...]:
+    """Where the names of the chosen keys leave the state in doubt, with what is known of it.
+
+    Returns:
+        Paths of dicts whose keys are decimal text, and may have been numbers; and of what was
+        empty, so that it was not saved: a place of a list that has later ones, or a dict.
+    """
+    chosen = [name for name in metadata.state_dict_metadata if _matches(name, keys)]
+    paths = [recorded_path(name, metadata.planner_data) for name in chosen]
+    inside: dict[Path, set[Any]] = {}
+    for path in (*paths, *_empty(nested, keys)):
+        for depth, at in enumerate(real_path(path, nested)):
+            inside.setdefault(path[:depth], set()).add(at)
+    text_keys, missing = [], []
+    for path, there in inside.items():
+        if all(isinstance(at, str) and at.isdecimal() for at in there):
+            text_keys.append(path)
+        places = {at for at in there if isinstance(at, int)}
+        missing += [(*path, n) for n in range(len(places)) if n not in places]
+        if "param_groups" in there and "state" not in there:  # an optimizer's
+            missing.append((*path, "state"))
+    return text_keys, missing
 
 
 def recorded_path(name: str, planner_data: object) -> Path:
@@ -112,7 +160,7 @@ def recorded_path(name: str, planner_data: object) -> Path:
     return (name,)
 
 
-def stripped(path: Path, prefix: str) -> Path:
+def stripped(path: RealPath, prefix: str) -> RealPath:
     """``path`` without ``prefix``, or as it is if its flat name does not begin with it."""
     left, rest = prefix, list(path)
     while left and rest:
@@ -124,7 +172,7 @@ def stripped(path: Path, prefix: str) -> Path:
             return (first[len(left) :], *rest[1:])
         else:
             return path
-    return (str(rest[0]), *rest[1:]) if rest else path
+    return (rest[0] if isinstance(rest[0], Real) else str(rest[0]), *rest[1:]) if rest else path
 
 
 def _check_globs(globs: Sequence[str], names: Sequence[str]) -> None:

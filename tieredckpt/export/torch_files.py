@@ -7,6 +7,7 @@ tensor, also of those inside other values: these are copied in afterwards, or wr
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import mmap
@@ -15,8 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint._traverse import get_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -32,9 +31,10 @@ from torch.utils._pytree import tree_leaves
 
 from tieredckpt.dcp.state.planner import safe_loads
 from tieredckpt.dcp.state.value_archive import entries
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.export.files import Files, nowhere, tensor_in
-from tieredckpt.export.selection import Selection
+from tieredckpt.export.selection import RealPath, Selection
+from tieredckpt.format.plan import MAX_NAMES
 from tieredckpt.format.segment import round_up
 
 ALIGN_BYTES = 64
@@ -79,29 +79,54 @@ def make_torch(
     path = files.folder / name
     kept = [each for each in selection.values if each.stored in values]
     memory = nowhere(sum(round_up(each.size_bytes, ALIGN_BYTES) for each in selection.tensors))
-    flat: dict[str, Any] = {}
+    root = Node()
+    for bare in selection.empty:
+        root.put(bare, Node())
     at = 0
     for each in selection.tensors:
-        flat[each.name] = tensor_in(memory, at, each)
+        root.put(each.path, tensor_in(memory, at, each))
         at += round_up(each.size_bytes, ALIGN_BYTES)
-    flat |= {each.name: values[each.stored] for each in kept}
-    mapping = {each.name: each.path for each in (*selection.tensors, *kept)}
+    for key in kept:
+        root.put(key.path, values[key.stored])
     with torch.serialization.skip_data():
-        torch.save(unflatten_state_dict(flat, mapping), path)
+        torch.save(root.built(), path)
     files.reserve(path)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         state = torch.load(path, mmap=True, weights_only=True)
     for key in kept:
-        stored, wanted = (tree_leaves(v) for v in (get_element(state, key.path), flat[key.name]))
+        stored, wanted = (tree_leaves(v) for v in (_at(state, key.path), values[key.stored]))
         for into, value in zip(stored, wanted, strict=True):
             if isinstance(value, torch.Tensor):
                 into.detach().copy_(value.detach())
     found: dict[str, torch.Tensor] = {}
     for each in selection.tensors:
-        tensor = get_element(state, each.path)
+        tensor = _at(state, each.path)
         assert isinstance(tensor, torch.Tensor)
         found[each.stored] = tensor
     return found
+
+
+class Node(dict[Any, Any]):
+    """A dict or list that is not built yet: values and nodes, by their parts of paths."""
+
+    def put(self, path: RealPath, value: Any) -> None:
+        into = self
+        for at in path[:-1]:
+            into = into.setdefault(at, Node())
+        into[path[-1]] = value
+
+    def built(self) -> Any:
+        """The dict or list, with all that is in it."""
+        found = {at: each.built() if isinstance(each, Node) else each for at, each in self.items()}
+        if places := [at for at in found if isinstance(at, int)]:
+            if len(places) < len(found) or min(places) < 0 or max(places) >= MAX_NAMES:
+                raise IntegrityError("the plan's paths of values do not fit each other")
+            return [found.get(number) for number in range(max(places) + 1)]
+        return {getattr(at, "key", at): each for at, each in found.items()}
+
+
+def _at(state: Any, path: RealPath) -> Any:
+    return functools.reduce(lambda inner, at: inner[getattr(at, "key", at)], path, state)
 
 
 def make_dcp(

@@ -21,13 +21,14 @@ from tieredckpt.format.digest import DIGEST_BYTES
 from tieredckpt.format.envelope import (
     column_width,
     pack_names,
+    record_version,
     unpack_names,
     unpack_struct,
     width_for,
 )
 from tieredckpt.format.manifest import check_unique
 from tieredckpt.format.plain import decode_plain, encode_plain
-from tieredckpt.format.plan_record import open_plan, seal_plan
+from tieredckpt.format.plan_record import VERSION, open_plan, seal_plan
 from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
 
 Column = npt.NDArray[np.int64]
@@ -79,6 +80,8 @@ class Columns(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     extras: bytes
     metadata_version: str | None
     storage_meta: bytes | None
+    nested: bytes = b""
+    """In version 2 only, where it is not empty."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -145,6 +148,8 @@ class Plan:
     extras: bytes
     metadata_version: str | None
     storage_meta: bytes | None
+    nested: bytes
+    """The table of keys that are no text (format/nested.py); empty: there is none."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -245,6 +250,7 @@ def build_plan(
         extras=encode_plain({}) if extras is None else extras,
         metadata_version=metadata_version,
         storage_meta=storage_meta,
+        nested=b"",
     )
     _check(plan)
     return plan
@@ -277,8 +283,12 @@ def encode_plan(plan: Plan) -> bytes:
         extras=plan.extras,
         metadata_version=plan.metadata_version,
         storage_meta=plan.storage_meta,
+        nested=plan.nested,
     )
-    return seal_plan(_encode(columns))
+    fields = msgspec.structs.astuple(columns)
+    if plan.nested:
+        return seal_plan(_encode(fields), VERSION)
+    return seal_plan(_encode(fields[:-1]))
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -291,6 +301,8 @@ def decode_plan(data: bytes) -> Plan:
     columns = unpack_struct(_decoder, open_plan(data), "plan")
     try:
         kinds = np.frombuffer(columns.kinds, np.uint8)
+        if record_version(data) != (VERSION if columns.nested else 1):
+            raise ValueError("the table of nested keys is not of this version")
         if kinds.max(initial=0) > 1 or len(columns.structures) % DIGEST_BYTES:
             raise ValueError("a kind or a structure digest is malformed")
         plan = Plan(
@@ -306,6 +318,7 @@ def decode_plan(data: bytes) -> Plan:
             extras=columns.extras,
             metadata_version=columns.metadata_version,
             storage_meta=columns.storage_meta,
+            nested=columns.nested,
         )
         _check(plan)
     except ValueError as error:

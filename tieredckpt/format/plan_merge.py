@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from tieredckpt.errors import UsageError
 from tieredckpt.format.cover import NAME_CHARS_MAX, check_cover
+from tieredckpt.format.nested import merge_nested
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import BytesEntry, Chunk, Plan, TensorEntry, build_plan
 
@@ -76,7 +77,7 @@ def merge_plans(parts: Sequence[Plan]) -> Plan:
     except ValueError as error:
         raise UsageError(f"the ranks' plans do not fit together: {error}") from error
     check_cover(plan)
-    return plan
+    return replace(plan, nested=merge_nested(part.nested for part in parts))
 
 
 class _Entries:

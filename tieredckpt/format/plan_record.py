@@ -10,15 +10,16 @@ from tieredckpt.format.envelope import open_record, payload_digest, seal_record
 PLAN_LIMIT_BYTES = 512 << 20
 """Largest plan before compression: about ten million pieces."""
 
-VERSION = 1
+VERSION = 2
+"""The newest; with a table of nested keys. Plans without one are version 1."""
 _MAGIC = b"TCKPPLAN"
 
 
-def seal_plan(payload: bytes) -> bytes:
+def seal_plan(payload: bytes, version: int = 1) -> bytes:
     """``payload`` in its envelope, compressed. Raises ValueError if it is over the limit."""
     if len(payload) > PLAN_LIMIT_BYTES:
         raise ValueError(f"a plan of {len(payload)} bytes; the limit is {PLAN_LIMIT_BYTES}")
-    return seal_record(_MAGIC, VERSION, payload, compress=True)
+    return seal_record(_MAGIC, version, payload, compress=True)
 
 
 def open_plan(data: bytes) -> bytes:

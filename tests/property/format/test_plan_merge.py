@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.format.samples import plan_id
 from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.format.nested import decode_nested, nested_of
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan import (
     BytesEntry,
@@ -215,6 +216,13 @@ def test_attributes_of_pieces_follow_them():
             merge_plans([with_extras(one, hostile), other])
     with pytest.raises(IntegrityError):
         merge_plans([replace(one, extras=b"\xff\xff"), other])
+
+
+def test_keys_of_all_ranks_are_kept():
+    of_ranks = [nested_of({"a": {1: 0}}), nested_of({"b": {}}), b""]
+    parts = [replace(each, nested=own) for each, own in zip(two(), of_ranks, strict=False)]
+    assert decode_nested(merge_plans(parts).nested) == {("a",): True, ("b",): {}}
+    assert merge_plans(two()).nested == b""
 
 
 def test_values_that_only_torch_knows_are_kept():

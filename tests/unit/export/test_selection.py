@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -18,9 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.export.safetensors import NAMES, header_of, shards_of
-from tieredckpt.export.selection import TensorKey, select, stripped
+from tieredckpt.export.selection import TensorKey, in_doubt, select, stripped
+from tieredckpt.export.torch_files import Node
+from tieredckpt.format.nested import decode_nested, nested_of
 
 parts = st.lists(
     st.one_of(st.text("ab.", min_size=1, max_size=4), st.integers(0, 12)), min_size=1, max_size=4
@@ -121,3 +124,87 @@ def test_types_that_safetensors_does_not_have():
     with pytest.raises(UsageError, match=r"'c' is of torch\.complex128") as refused:
         header_of([key])
     assert refused.value.state_key == "c"
+
+
+# --- nested states --------------------------------------------------------------------------------
+
+keys_of_dicts = st.one_of(
+    st.text("ab1", min_size=1, max_size=2),
+    st.integers(-2, 3),
+    st.sampled_from([None, True, 0.5, (1, "a"), (None,)]),
+)
+nested_states = st.recursive(
+    st.integers(),
+    lambda inner: st.one_of(
+        st.lists(
+            st.tuples(keys_of_dicts, inner), max_size=3, unique_by=lambda item: str(item[0])
+        ).map(dict),
+        st.lists(inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def built(state: Any, strip: str = "", keys: Any = (), *, known: bool = True) -> Any:
+    """What an export makes of a state of values alone, as it is saved."""
+    flat_state, paths = flatten_state_dict(state)
+    stored = Metadata({name: BytesStorageMetadata() for name in flat_state}, planner_data=paths)
+    table = decode_nested(nested_of(state)) if known else {}
+    chosen = select(stored, keys, strip, nested=table)
+    root = Node()
+    for bare in chosen.empty:
+        root.put(bare, Node())
+    for each in chosen.values:
+        root.put(each.path, flat_state[each.stored])
+    return root.built(), in_doubt(stored, keys, table)
+
+
+@given(st.dictionaries(st.text("ab", min_size=1, max_size=2), nested_states, min_size=1))
+def test_a_state_comes_out_as_it_went_in(state: dict[str, Any]):
+    try:
+        names, _ = flatten_state_dict(state)
+    except ValueError:
+        assume(False)  # two paths have one name, which DCP refuses
+    assume(names)
+    found, doubt = built(state)
+    assert repr(sort(found)) == repr(sort(state)), "the types of keys, too"
+    assert doubt == ([], [])
+
+
+def sort(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((repr(key), sort(each)) for key, each in value.items())
+    return [*map(sort, value)] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("paths", [[("a", 1 << 40)], [("a", -1)], [("a", 0), ("a", "b")]])
+def test_paths_that_do_not_fit_each_other_are_refused(paths: Any):
+    root = Node()
+    for path in paths:
+        root.put(path, 1)
+    with pytest.raises(IntegrityError, match="do not fit each other"):
+        root.built()
+
+
+def test_keys_of_a_part_of_a_state():
+    state = {"optim": {"state": {0: {"a": 1}, 10: {}}, "x": {}}, "other": {1: 2}}
+    assert built(state, "optim.")[0] == {
+        "state": {0: {"a": 1}, 10: {}}, "x": {}, "other": {1: 2}
+    }  # fmt: skip
+    assert built(state, "optim.state.", ["optim.state.*"])[0] == {0: {"a": 1}, 10: {}}
+    assert built(state, keys=["other.*"])[0] == {"other": {1: 2}}
+
+
+def test_what_is_not_known_is_in_doubt():
+    group = {"lr": 0.1, "params": [0]}
+    state = {
+        "sgd": {"state": {}, "param_groups": [group]},
+        "adam": {"state": {0: {"m": 1}, 2: {"m": 1}}, "param_groups": [group]},
+        "list": [{}, {"a": 1}, {}],
+        "layers": {"0": 1, "b": 2},
+        "text": {"0": 1},
+    }
+    found, doubt = built(state, known=False)
+    assert "state" not in found["sgd"]
+    assert doubt == ([("adam", "state"), ("text",)], [("sgd", "state"), ("list", 0)])
+    assert built(state, known=True)[1] == ([], [])

@@ -18,7 +18,7 @@ from tests.format.samples import (
     small_plan,
     small_specs,
 )
-from tieredckpt.errors import IntegrityError
+from tieredckpt.errors import FormatVersionError, IntegrityError
 from tieredckpt.format.plain import encode_plain
 from tieredckpt.format.plan import (
     BytesEntry,
@@ -32,7 +32,7 @@ from tieredckpt.format.plan import (
     encode_plan,
     rebuild_plan,
 )
-from tieredckpt.format.plan_record import encoded_plan_id, open_plan, seal_plan
+from tieredckpt.format.plan_record import VERSION, encoded_plan_id, open_plan, seal_plan
 from tieredckpt.format.segment import Footer, ItemSpec, structure_digest
 
 STRUCTURES = (bytes(16), bytes(range(16)))
@@ -119,7 +119,7 @@ def test_name_with_lone_surrogate():
 def test_columns_that_do_not_fit():
     payload = open_plan(encode_plan(small_plan()))
     columns = msgspec.msgpack.decode(payload)
-    for at, field in enumerate(Columns.__struct_fields__):
+    for at, field in enumerate(Columns.__struct_fields__[:-1]):
         for bad in (b"", b"\x01", b"\x01\xff", b"\x03abc", b"\x08" + b"\xff" * 8, 7, [], None):
             opaque = field in ("planner_data", "extras", "storage_meta") and isinstance(bad, bytes)
             if opaque or (bad is None and field in ("metadata_version", "storage_meta")):
@@ -128,9 +128,15 @@ def test_columns_that_do_not_fit():
             changed = [*columns[:at], bad, *columns[at + 1 :]]
             with pytest.raises(IntegrityError):
                 decode_plan(seal_plan(msgspec.msgpack.encode(changed)))
-    for changed in (columns[:-1], [*columns, 1], {}, columns[0]):
+    for changed in (columns[:-1], [*columns, 1], [*columns, b"nested"], {}, columns[0]):
         with pytest.raises(IntegrityError):
             decode_plan(seal_plan(msgspec.msgpack.encode(changed)))
+    with pytest.raises(IntegrityError, match="not of this version"):
+        decode_plan(seal_plan(payload, VERSION))
+    more = msgspec.msgpack.encode([*columns, b"nested"])
+    assert decode_plan(seal_plan(more, VERSION)).nested == b"nested"
+    with pytest.raises(FormatVersionError):
+        decode_plan(seal_plan(more, VERSION + 1))
 
 
 def test_properties_table_is_checked():

@@ -98,6 +98,7 @@ def _bar(what: str, *, quiet: bool) -> Iterator[Any]:
     show_default=True,
     help="Of safetensors: the most bytes of tensors in one file.",
 )
+@click.option("--number-keys", is_flag=True, help="Of torch: decimal keys are numbers.")
 @_STREAM
 @namespace_options
 def export(
@@ -109,6 +110,7 @@ def export(
     strip: str,
     dtype: str | None,
     shard_size: str,
+    number_keys: bool,
     stream: str,
 ) -> None:
     """Write the checkpoint of STEP to OUT, in a format of other programs.
@@ -120,7 +122,8 @@ def export(
     not at all, and is not overwritten.
 
     Values that are no tensors are not in safetensors; torch has those that
-    torch.load(weights_only=True) accepts. The others are named.
+    torch.load(weights_only=True) accepts. The others are named. So are dicts whose keys may have
+    been numbers, and what was empty, if a plain dcp.save left that in doubt.
 
     \b
     Examples:
@@ -142,9 +145,16 @@ def export(
         strip=strip,
         dtype=dtype,
         shard_bytes=shard_bytes,
+        number_keys=number_keys,
     )
     with _bar(f"exporting {step}", quiet=place.as_json) as progress:
         report = export_checkpoint(_config(place), which, request, progress)
+    for names, what in (
+        (report.text_keys, "keys came out as text, and may have been numbers (--number-keys)"),
+        (report.missing, "what was empty is not in the checkpoint"),
+    ):
+        if names:
+            click.secho(f"{what}: {_some(names)}", fg="yellow", err=True)
     if place.as_json:
         print_json(
             **{name: getattr(report, name) for name in report.__slots__},
@@ -161,9 +171,13 @@ def export(
         blocks = count(report.repaired_blocks, "damaged block")
         click.secho(f"{blocks} came from another copy: run `tieredckpt verify`", fg="yellow")
     if names := [*report.left_out]:
-        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-        text = f"not exported: {count(len(names), 'value')}, {', '.join(names[:NAMES_SHOWN])}{more}"
+        text = f"not exported: {count(len(names), 'value')}, {_some(names)}"
         click.secho(f"{text} (--json has the reasons)", fg="yellow")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 @click.command(name="import")

@@ -26,6 +26,7 @@ from tieredckpt.errors import (
     WaitError,
 )
 from tieredckpt.format.manifest import Manifest, SegmentRef, encode_manifest
+from tieredckpt.format.nested import merge_nested
 from tieredckpt.format.segment import Item, structure_digest
 from tieredckpt.recovery.plan import SourceRef
 
@@ -177,6 +178,7 @@ def encode_save(
         lambda: Places.of_segments(
             [items_of(each, _plan_of(each.rank, plans), stored) for each in written]
         ),
+        nested=merge_nested(each.nested for each in receipts),
     )
 
 

@@ -253,6 +253,7 @@ class NoCollectives(SaveMode):
             [each.structure for each in written],
             lambda: Places.of_segments([items_of(e, planned, stored) for e in written]),
             partial=True,
+            nested=receipt.nested,
         )
         return plan.data
 

@@ -39,6 +39,7 @@ class RankSave:
         rank: Inside of DCP's group.
         is_coordinator: Whether this rank is DCP's coordinator.
         in_background: Whether the save runs in the background.
+        nested: The keys of the state that are no text, as far as the engine saw it.
         started_s: When the save reached the writer, on ``time.perf_counter``.
         local_plan: This rank's plan before global planning.
         plans: All ranks' plans, on the coordinator.
@@ -54,6 +55,7 @@ class RankSave:
     is_coordinator: bool
     in_background: bool
     started_s: float
+    nested: bytes = b""
     local_plan: SavePlan | None = None
     plans: Sequence[SavePlan] = ()
     receipt: Receipt | None = None
@@ -91,6 +93,7 @@ class RankSave:
             host_id=self.session.host_id,
             stream=self.stream,
             step=self.step,
+            nested=self.nested,
             refusal=refusal,
         )
         return self.receipt

@@ -67,6 +67,8 @@ class Receipt:
     size: int = 0
     root: bytes = b""
     structure: bytes = b""
+    nested: bytes = b""
+    """The keys of its state that are no text (format/nested.py)."""
     cold: bool = False
     refusal: Refusal | None = None
     """Why the rank could not write; then nothing is committed."""

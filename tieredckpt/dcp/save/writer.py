@@ -27,6 +27,7 @@ from tieredckpt.dcp.slots.background_saves import in_executor_thread
 from tieredckpt.dcp.slots.stager import Stage, StagedState, materialized
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
 from tieredckpt.errors import UsageError, WaitError
+from tieredckpt.format.nested import nested_of
 
 if TYPE_CHECKING:
     from tieredckpt.dcp.save.state import SaveState
@@ -69,6 +70,8 @@ class Writer(Named, StorageWriter):
         """By ``stage()``, for the save that begins next."""
         self._stage: Stage | None = None
         """Of the save that runs now."""
+        self.nested = b""
+        """The keys that are no text, of the state that is saved next (format/nested.py)."""
         self._in_background = False
         self._save: RankSave | None = None
         """The save that runs now, or ran last; None: its set-up failed."""
@@ -108,6 +111,7 @@ class Writer(Named, StorageWriter):
             saves.supersede(background)
             with self._not_writing():
                 staged = session.stager.stage(state_dict, self._made_for.stream or "", background)
+            self.nested = nested_of(state_dict)
         except Exception as error:  # noqa: BLE001  (see below; raised again by the save)
             # DCP does not send an error of this call to the other ranks, which would wait for this
             # one: the save raises it, in its first collective call.
@@ -199,7 +203,7 @@ class Writer(Named, StorageWriter):
             if self._reset_error is not None:
                 raise self._reset_error
             (stream, step), rank = self._target(), kwargs.get("rank", 0)
-            self._save = None
+            self._save, nested, self.nested = None, self.nested, b""
             save = RankSave(
                 session=self._session,
                 mode=self._mode(stream, step, rank, kwargs.get("use_collectives", True)),
@@ -210,6 +214,7 @@ class Writer(Named, StorageWriter):
                 is_coordinator=is_coordinator,
                 in_background=self._in_background,
                 started_s=started_s,
+                nested=nested,
             )
             save.begin()
         self._save = save

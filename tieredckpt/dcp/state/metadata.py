@@ -464,7 +464,7 @@ class PlanCache:
     """The last plan of one stream."""
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[bytes, ...], _Snapshot, EncodedPlan] | None = None
+        self._last: tuple[tuple[bytes, ...], bytes, _Snapshot, EncodedPlan] | None = None
         self.builds = 0
         """How often a plan was built and encoded."""
 
@@ -475,6 +475,7 @@ class PlanCache:
         places: Callable[[], Places],
         *,
         partial: bool = False,
+        nested: bytes = b"",
     ) -> EncodedPlan:
         """The plan of a save.
 
@@ -483,17 +484,18 @@ class PlanCache:
             structures: Structure digest of each segment, in order.
             places: Finds the places of the pieces; called only if the plan must be built.
             partial: It is one rank's part only, see :func:`to_plan`.
+            nested: The table of the state's keys that are no text (format/nested.py).
 
         Raises:
             UsageError: As :func:`to_plan`; the cache is unchanged.
         """
         if self._last is not None:
-            known, snapshot, encoded = self._last
-            if known == tuple(structures) and snapshot.matches(metadata):
+            *known, snapshot, encoded = self._last
+            if known == [tuple(structures), nested] and snapshot.matches(metadata):
                 return encoded
         plan = to_plan(metadata, places(), structures, partial=partial)
-        data = encode_plan(plan)
+        data = encode_plan(replace(plan, nested=nested))
         encoded = EncodedPlan(encoded_plan_id(data), data)
-        self._last = tuple(structures), _Snapshot(metadata), encoded
+        self._last = tuple(structures), nested, _Snapshot(metadata), encoded
         self.builds += 1
         return encoded
