@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -25,7 +26,7 @@ from tieredckpt.dcp.preemption import Leaving
 from tieredckpt.dcp.save.state import SaveState
 from tieredckpt.dcp.save.writer import Writer
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
-from tieredckpt.recovery.flush import FlushReport, flush_and_wait
+from tieredckpt.recovery.flush import FlushReport, check_deadline, flush_and_wait
 from tieredckpt.rpc.messages.agent import Status
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "SaveReport",
     "Writer",
 ]
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -351,17 +354,19 @@ class Engine:
         session.background_saves.wait_idle(session.config.save.wait_timeout_s)
 
     def flush(self, tier: str | None = None, deadline_s: float | None = None) -> FlushReport:
-        """Copy the newest committed checkpoint of each stream to a tier now, on all hosts.
+        """Copy the newest committed checkpoint of each stream to tiers now, on all hosts.
 
         No collective: call it on one rank, or on all. The agents copy it before queued checkpoints,
-        and continue after the deadline and after the end of this process.
+        and continue after the deadline and after the end of this process. Waits first for a save in
+        the background, at most half of the time and ``save.wait_timeout``.
 
         Args:
-            tier: None: the nearest one that outlives this host and can be reached in time.
+            tier: None: all in which it is due, or that are not too slow; one that fails is waited
+                for only until its share of the time is over, once another one has it.
             deadline_s: Seconds to wait; None: no limit.
 
         Returns:
-            The tier, and the progress on this host.
+            The progress on this host, and by tier why it is not there.
 
         Raises:
             NotFoundError: There is no such tier, or no checkpoint yet.
@@ -369,7 +374,16 @@ class Engine:
             TierUnavailableError: No tier can be reached.
         """
         self._session.check_saves()
-        return flush_and_wait(self._session.client, tier, deadline_s)
+        check_deadline(deadline_s)
+        began_s, session = time.monotonic(), self._session
+        half_s = math.inf if deadline_s is None else deadline_s / 2
+        until_s = began_s + min(half_s, session.config.save.wait_timeout_s)
+        for save in session.background_saves.others():
+            if not save.wait(until_s):
+                log.warning("the flush goes without %s, which is still being saved", save.what)
+        if deadline_s is not None:
+            deadline_s = max(0.0, deadline_s - (time.monotonic() - began_s))
+        return flush_and_wait(session.client, tier, deadline_s)
 
     def leave_on(self, *signals: int, deadline_s: float | None = None) -> Leaving:
         """On each of these signals, have the agent flush, and :meth:`should_leave` be true.

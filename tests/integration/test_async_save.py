@@ -32,6 +32,7 @@ from tests.support.preloaded import context
 from tests.support.ranks import run_ranks
 from tests.support.states import blank, config, load, manifest_of, same, save
 from tieredckpt import failpoints
+from tieredckpt.dcp.slots.background_saves import BackgroundSave
 from tieredckpt.engine import Engine
 from tieredckpt.errors import BackgroundSaveError, UsageError, WaitError
 
@@ -261,6 +262,37 @@ class Held(DefaultSavePlanner):
 
 def cause_of(error: CheckpointException) -> BaseException:
     return error.failures[0][0]
+
+
+def test_a_flush_waits_for_it_and_brings_its_step(
+    runtime_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    disk = {"name": "disk", "url": f"file://{tmp_path / 'disk'}", "every": "1000 steps"}
+    with Engine.open(config(runtime_dir, tiers=[disk])) as engine:
+        engine.load({})
+        save(engine, 1, mixed(1))
+        held = Held()
+        future = async_save(engine, 2, mixed(2), planner=held)
+        assert held.begun.wait(WAIT_S)
+        real, waits = BackgroundSave.wait, 0
+
+        def wait(self: BackgroundSave, until_s: float) -> bool:
+            nonlocal waits
+            waits += 1
+            if waits == 1:  # half of the time is over, and the save is not
+                return False
+            held.go.set()
+            return real(self, until_s)
+
+        monkeypatch.setattr(BackgroundSave, "wait", wait)
+        assert engine.flush(deadline_s=WAIT_S).steps == {"default": 1}
+        assert "the flush goes without step 2" in caplog.text
+        report = engine.flush(deadline_s=WAIT_S)
+        assert (report.steps, report.done) == ({"default": 2}, True)
+        future.result(WAIT_S)
 
 
 def test_a_second_save_waits_no_longer_than_told(runtime_dir: Path):

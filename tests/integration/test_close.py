@@ -108,8 +108,25 @@ def test_a_tier_that_fails_is_warned_of_by_step_and_place(
     assert "(last saved: step 2) is in the memory of host " in message
     assert "tier other" in message
     assert str(tmp_path / "other") in message
-    assert "tier disk" not in message
+    assert "tier disk:" not in message
     assert held(tmp_path / "disk")[-1] == 2
+
+
+def test_once_a_notices_deadline_is_over_it_is_warned_of_at_once(
+    runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING, logger=LOGGER):
+        with Engine.open(settings(runtime_dir, tmp_path, close={"flush": "10 min"})) as engine:
+            saved(engine, 1)
+            engine.wait(1, "other", 60)
+            shutil.rmtree(tmp_path / "other")
+            (tmp_path / "other").write_text("in the way")
+            dcp.save({"w": torch.zeros(1000)}, storage_writer=engine.writer(2))
+            assert engine.flush("disk").done
+            engine.leave_on().ask(0.0)
+        (record,) = [each for each in caplog.records if each.name == LOGGER]
+    message = record.getMessage()
+    assert " but not in every tier: tier other: " in message
 
 
 @pytest.mark.full

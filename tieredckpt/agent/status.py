@@ -11,7 +11,7 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 from tieredckpt.agent.namespace import Namespace
@@ -21,7 +21,7 @@ from tieredckpt.agent.tiers.worker import ATTACH_WAIT_S, TierWorker
 from tieredckpt.errors import NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest, encode_attempt
 from tieredckpt.policy.retention import protections
-from tieredckpt.policy.schedule import Reachable, choose_tier
+from tieredckpt.policy.schedule import Reachable, tiers_to_fill
 from tieredckpt.rpc.messages import agent as m
 from tieredckpt.storage.holdings import (
     Holdings,
@@ -36,7 +36,7 @@ from tieredckpt.storage.quarantine import QuarantineMarks
 REPLICATED = "replicated"
 """The level of :class:`tieredckpt.rpc.messages.agent.Progress` that is no tier's name."""
 TRY_S = 5.0
-"""Longest wait for tiers that failed, or have not answered yet, before one is chosen."""
+"""Longest wait for a first answer, where no tier has given one."""
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def needs_of(namespace: Namespace, lock: threading.RLock) -> m.RetentionNeeds:
 
 
 def flush(namespace: Namespace, request: m.Flush) -> m.Flushed:
-    """Let the newest checkpoint of each stream go to a tier before everything that waits.
+    """Let the newest checkpoint of each stream go to tiers before everything that waits.
 
     Raises:
         NotFoundError: There is no such tier, or no checkpoint.
@@ -212,41 +212,46 @@ def flush(namespace: Namespace, request: m.Flush) -> m.Flushed:
             "was saved at all, or since memory was lost",
             what="save",
         )
-    asked = [workers[request.tier]] if request.tier else list(workers.values())
-    _try_again(asked, request.left_s)
-    chosen = choose_tier([_reach(namespace, each, saves) for each in asked], request.left_s)
-    if chosen is None:
-        why = "; ".join(f"{each.spec.name}: {each.error}" for each in asked)
+    asked = {request.tier: workers[request.tier]} if request.tier else workers
+    found = _send(namespace, asked, saves, request.left_s)
+    if not found and _attach(asked.values(), request.left_s):
+        found = _send(namespace, asked, saves, request.left_s)
+    if not found:
+        why = "; ".join(f"{name}: {each.error}" for name, each in asked.items())
         raise TierUnavailableError(f"no tier answers: {why}", outcome="not_applied")
-    for manifest in saves:
-        namespace.giving_up.send(workers[chosen.tier], manifest)
-    workers[chosen.tier].poke()  # a pause may be longer than the time that is left
+    estimates_s = [each.estimate_s for each in found.values()]
     return m.Flushed(
-        tier=chosen.tier,
+        tiers=tuple(found),
         saves=tuple(
             m.FlushedSave(stream=each.stream, step=each.step, save_id=each.save_id)
             for each in saves
         ),
-        remaining_bytes=chosen.remaining_bytes,
-        estimate_s=chosen.estimate_s,
+        remaining_bytes=sum(each.remaining_bytes for each in found.values()),
+        estimate_s=None if None in estimates_s else max(filter(None, estimates_s), default=0.0),
     )
 
 
-def _try_again(asked: Sequence[TierWorker], left_s: float | None) -> None:
-    """Tiers that failed are tried now, instead of when their pause ends.
+def _send(
+    namespace: Namespace, asked: dict[str, TierWorker], saves: list[Manifest], left_s: float | None
+) -> dict[str, Reachable]:
+    """Send ``saves`` to the tiers to fill, if any answers; by name, the surest first."""
+    found = [_reach(namespace, each, saves) for each in asked.values()]
+    chosen = tiers_to_fill(found, left_s)
+    for each in chosen:
+        for manifest in saves:
+            namespace.giving_up.send(asked[each.tier], manifest)
+        asked[each.tier].poke()  # a pause may be longer than the time that is left
+    return {each.tier: each for each in chosen}
 
-    Right after a start of the agent, and it may have died of the same signal as the job, none has
-    said yet what it holds: that is waited for, too.
+
+def _attach(asked: Iterable[TierWorker], left_s: float | None) -> bool:
+    """Wait until a tier answers, as right after a start of the agent, which may have died of the
+    same signal as the job; whether one does.
     """
     until_s = time.monotonic() + min(TRY_S, TRY_S if left_s is None else left_s / 4)
     for worker in asked:
         worker.poke()  # all at the same time
-    for worker in asked:
-        left_s = max(0.0, until_s - time.monotonic())
-        if worker.catalog is None:
-            worker.attach(left_s)
-        else:
-            worker.retry(left_s)
+    return any(worker.attach(max(0.0, until_s - time.monotonic())) for worker in asked)
 
 
 def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> Reachable:
@@ -265,6 +270,7 @@ def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> R
         failing=worker.error is not None and active is None,
         remaining_bytes=size,
         bytes_per_s=counts.bytes / counts.seconds if counts.bytes and counts.seconds else None,
+        due=any(worker.spec.name in namespace.giving_up.destinations(each) for each in saves),
     )
 
 

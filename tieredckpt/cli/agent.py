@@ -193,14 +193,14 @@ group.add_command(status)
 @click.command()
 @namespace_options
 @click.option("--now", is_flag=True, required=True, help="Before all queued checkpoints.")
-@click.option("--tier", help="The tier to copy to; else it is chosen as described above.")
+@click.option("--tier", help="The only tier to copy to; else they are chosen as described above.")
 @click.option("--deadline", metavar="DURATION", help='How much time is left, as in "90 s".')
 def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> None:
-    """Copy the newest checkpoint of each stream to a tier now, on all hosts of the job.
+    """Copy the newest checkpoint of each stream to tiers now, on all hosts of the job.
 
-    The default tier is the nearest one that outlives this host and that the remaining bytes reach
-    before the deadline at the measured speed; if none does, the one that takes the shortest time.
-    Exit code 1 if a checkpoint is not complete there in time; the agents continue to copy it.
+    By default to all tiers, but for those in which it is not due and that the remaining bytes do
+    not reach before the deadline at the measured speed. Exit code 1 if a checkpoint is not complete
+    in one of them in time; the agents continue to copy it.
 
     \b
     Examples:
@@ -224,10 +224,10 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
     if place.as_json:
         print_json(**dataclasses.asdict(report), done=report.done)
     else:
-        what = "complete" if report.done else "not complete"
-        click.echo(f"{report.tier}: {what} after {report.seconds:.1f} s")
-        for stream, why in report.errors.items():
-            click.secho(f"stream {stream}: {why}", fg="red")
+        for each in report.tiers:
+            why = report.errors.get(each)
+            what = "complete" if why is None else "not complete"
+            click.echo(f"{each}: {what} after {report.seconds:.1f} s" + (f": {why}" if why else ""))
     if not report.done:
         sys.exit(1)
 

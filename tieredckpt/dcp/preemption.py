@@ -71,7 +71,7 @@ class Leaving:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.flushed: Flushed | None = None
-        """The agent's last answer: the tier that it chose, and an estimate of the time that it
+        """The agent's last answer: the tiers that it fills, and an estimate of the time that it
         needs. None: it was not asked, or has not answered yet."""
         self.error: TieredCkptError | OSError | None = None
         """Why the agent could not be asked, or cannot flush."""
@@ -221,10 +221,10 @@ class Leaving:
         steps = ", ".join(f"{each.stream} {each.step}" for each in self.flushed.saves)
         estimate_s = self.flushed.estimate_s
         log.warning(
-            "leaving%s: the agent copies %s to tier %s first (%s)",
+            "leaving%s: the agent copies %s to %s now (%s)",
             "" if left_s is None else f" in {left_s:.0f} s",
             steps,
-            self.flushed.tier,
+            ", ".join(self.flushed.tiers),
             "its speed is not known" if estimate_s is None else f"about {estimate_s:.1f} s",
         )
 

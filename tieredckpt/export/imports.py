@@ -142,10 +142,10 @@ def _save(writer: Writer, state: dict[str, Any], planner: SavePlanner, source: P
 
 
 def _flush(session: Session, step: int, stream: str, timeout_s: float) -> str:
-    """Copy the checkpoint to the nearest tier, and return its name. Raises WaitError."""
+    """Copy the checkpoint to the tiers, and return one that holds it. Raises WaitError."""
     flushed = flush_and_wait(session.client, None, timeout_s)
-    if not flushed.done:
-        why = flushed.errors.get(stream, f"not copied within {timeout_s:g} s")
+    if flushed.levels[stream] != "done":
+        why = flushed.errors[flushed.tier]
         raise WaitError(
             f"step {step} is committed in memory, and not in {flushed.tier} yet: {why}; the agent "
             "goes on copying it (`tieredckpt status`)",

@@ -44,7 +44,7 @@ class Job:
     agent: AgentClient
 
     def flush(self, left_s: float) -> str:
-        """Copy the newest checkpoint to the nearest tier before this host ends; what is where.
+        """Copy the newest checkpoint to the tiers before this host ends; what is where.
 
         The answer names what was there when it was asked, and takes at most ``ASK_S`` longer.
         """
@@ -54,6 +54,7 @@ class Job:
                 f"step {report.steps[stream]} of stream {stream!r} in {report.tier}: {level}"
                 for stream, level in report.levels.items()
             ]
+            found += [f"tier {tier}: {why}" for tier, why in report.errors.items()]
         except TieredCkptError as error:
             found = [f"no tier has its checkpoints: {error.message}"]
         return "; ".join([*found, self._copies()])

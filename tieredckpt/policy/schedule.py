@@ -15,6 +15,7 @@ which stamps manifests. No present time enters, so a job that saves nothing does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,11 @@ from tieredckpt.config.units import Every
 from tieredckpt.format.manifest import AttemptRecord, Manifest, SegmentRef
 from tieredckpt.format.records import SaveRecord
 from tieredckpt.policy.history import candidates
+
+SHARE_MAX_S = 60.0
+"""A tier that fails is waited for no longer, once another one holds everything."""
+_OVER = frozenset(("done", "failed", "superseded"))
+_TOO_SLOW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +202,8 @@ class Reachable:
     """Measured; None: nothing was copied yet."""
     failing: bool = False
     """It has answered, but the last thing that was tried there failed."""
+    due: bool = False
+    """The newest checkpoint of a stream is to go there in any case."""
 
     @property
     def estimate_s(self) -> float | None:
@@ -218,17 +226,59 @@ def choose_tier(tiers: Sequence[Reachable], left_s: float | None) -> Reachable |
         left_s: Seconds; None: as long as it takes.
     """
     found = [each for each in tiers if each.available]
-    if not found:
-        return None
+    # The first of equals is the nearest.
+    return min(found, key=lambda each: _rank(each, left_s), default=None)
 
-    def rank(each: Reachable) -> tuple[int, bool, float]:
-        estimate = each.estimate_s
-        if each.failing:
-            return (3, not each.outlives_host, 0.0)
-        if estimate is None:
-            return (1 if left_s is not None else 0, not each.outlives_host, 0.0)
-        if left_s is None or estimate <= left_s:
-            return (0, not each.outlives_host, 0.0)
-        return (2, False, estimate)
 
-    return min(found, key=rank)  # the first of equals is the nearest
+def _rank(each: Reachable, left_s: float | None) -> tuple[int, bool, float]:
+    estimate = each.estimate_s
+    if each.failing:
+        return (3, not each.outlives_host, 0.0)
+    if estimate is None:
+        return (1 if left_s is not None else 0, not each.outlives_host, 0.0)
+    if left_s is None or estimate <= left_s:
+        return (0, not each.outlives_host, 0.0)
+    return (_TOO_SLOW, False, estimate)
+
+
+def tiers_to_fill(tiers: Sequence[Reachable], left_s: float | None) -> tuple[Reachable, ...]:
+    """The tiers that a flush fills, the surest first: those of this host, then those that outlive
+    it, each in the order of ``tiers``; empty: none answers.
+
+    All but those in which it is not due and that are known to take longer than ``left_s``. What
+    fails is among them: it may be over soon, and the report is to name it. If all take longer,
+    that of :func:`choose_tier`.
+
+    Args:
+        tiers: The nearest first.
+        left_s: Seconds; None: as long as it takes.
+    """
+    chosen = choose_tier(tiers, left_s)
+    if chosen is None:
+        return ()
+    slow = [each for each in tiers if _rank(each, left_s)[0] == _TOO_SLOW]
+    found = [each for each in tiers if each is chosen or each.due or each not in slow]
+    return tuple(sorted(found, key=lambda each: each.outlives_host))
+
+
+def ends_flush(
+    levels: Mapping[str, Mapping[str, str]],
+    failing_s: Mapping[str, float],
+    deadline_s: float | None,
+) -> bool:
+    """Whether a flush waits for no tier any longer.
+
+    A tier that fails is waited for until its share of the time is over: an equal one, and
+    SHARE_MAX_S at most. As long as none has everything, all are waited for.
+
+    Args:
+        levels: By tier and stream.
+        failing_s: By tier, for how long it has failed without a pause, in seconds.
+        deadline_s: Seconds that the flush may take in all; None: as long as it takes.
+    """
+    share_s = min(SHARE_MAX_S, math.inf if deadline_s is None else deadline_s / len(levels))
+    some = any(set(found.values()) == {"done"} for found in levels.values())
+    return all(
+        set(found.values()) <= _OVER or (some and failing_s[tier] >= share_s)
+        for tier, found in levels.items()
+    )

@@ -1,8 +1,13 @@
-"""Asks an agent to copy the newest checkpoints to tiers now, and polls its progress."""
+"""Asks an agent to copy the newest checkpoints to tiers now, and polls its progress.
+
+The agent fills all tiers at the same time, one thread each, so that none waits for one that fails.
+Which tiers, and how long one that fails is waited for: :mod:`tieredckpt.policy.schedule`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 import time
@@ -11,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
+from tieredckpt.policy.schedule import ends_flush
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import AskTroubles, Flush, FlushedSave, Level
 
@@ -22,7 +28,6 @@ QUIET_S = 10.0
 """A tier that fails, or that waits, for so long is not waited for."""
 WRITE_OUT_S = 30.0
 """As long may a checkpoint be written out after its last byte was read (fsync, a slow link)."""
-_OVER: tuple[Level, ...] = ("done", "failed", "superseded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +35,19 @@ class FlushReport:
     """The progress of a flush.
 
     Attributes:
-        tier: Name of the tier.
+        tiers: The tiers that are filled, the surest first: this host's own, then shared ones.
+        tier: The last of them that holds all of it; where none does, the last one.
         steps: By stream, the step of its newest checkpoint in memory.
-        levels: By stream, the level of that checkpoint in the tier; "done": this host's part is
-            there, and in a shared tier the checkpoint is complete.
-        errors: By stream, why it is not "done". "superseded": it was deleted from the tier since,
-            or shed.
-        copied_bytes: By this host since the request.
-        total_bytes: What this host had to copy at the request.
+        levels: By stream, the level of that checkpoint in ``tier``; "done": this host's part is
+            there, and in a shared tier the checkpoint is complete. "superseded": it was deleted
+            from the tier since, or shed.
+        errors: By tier that does not hold all of it, why not.
+        copied_bytes: By this host since the request, to all tiers.
+        total_bytes: What this host had to copy to all tiers at the request.
         seconds: Since the request.
     """
 
+    tiers: Sequence[str]
     tier: str
     steps: Mapping[str, int]
     levels: Mapping[str, Level]
@@ -51,8 +58,8 @@ class FlushReport:
 
     @property
     def done(self) -> bool:
-        """Whether all streams are done."""
-        return all(level == "done" for level in self.levels.values())
+        """Whether all streams are done in all of ``tiers``."""
+        return not self.errors
 
 
 class Terminated(BaseException):
@@ -103,7 +110,8 @@ def flush_and_wait(
     while_moving: bool = False,
 ) -> FlushReport:
     """Flush, and return when it has ended or ``deadline_s`` has passed; ``while_moving``: also when
-    the tier fails, or no bytes move.
+    no bytes move. ``tier``: None for all that are not too slow; one of them that fails is
+    waited for as :func:`tieredckpt.policy.schedule.ends_flush` decides.
 
     Calls ``on_report`` after each poll. Raises as :func:`tieredckpt.agent.status.flush`, and
     AgentError if the agent stops answering until ``deadline_s`` (or the client's own deadline, if
@@ -119,32 +127,47 @@ def flush_and_wait(
     totals = _spilled(client, namespace, left_s(), revive=not while_moving)
     request = Flush(tier=tier or "", left_s=deadline_s)
     asked = client.call(request, namespace, within_s=left_s(), revive=not while_moving)
-    before = totals.get(asked.tier, 0)
     copied, pause_s, moved_s = 0, POLL_S, time.monotonic()
+    levels: dict[str, dict[str, Level]] = {name: {} for name in asked.tiers}
+    reasons: dict[tuple[str, str], str] = {}  # the last ones: between two tries there is none
+    works_s = dict.fromkeys(asked.tiers, moved_s)
     while True:
-        levels: dict[str, Level] = {}
-        errors: dict[str, str] = {}
-        for save in asked.saves:
-            levels[save.stream], error, moves = _level(
-                client, asked.tier, save, namespace, left_s(), revive=not while_moving
+        for name, save in itertools.product(asked.tiers, asked.saves):
+            level, reason, quiet_s = _level(
+                client, name, save, namespace, left_s(), revive=not while_moving
             )
-            moved_s = time.monotonic() if moves else moved_s
-            if error is not None:
-                errors[save.stream] = error
-        now = _spilled(client, namespace, left_s(), revive=not while_moving).get(asked.tier, 0)
-        # An agent that was restarted meanwhile counts from 0 again.
-        copied, before = copied + (now - before if now >= before else now), now
+            levels[name][save.stream] = level
+            what = f"step {save.step} of stream {save.stream!r}"
+            if reason or (name, save.stream) not in reasons:  # else the last one stays
+                reasons[name, save.stream] = f"{what}: {reason or 'not copied yet'}"
+            if quiet_s is not None:
+                works_s[name] = time.monotonic()
+                if quiet_s < (WRITE_OUT_S if level == "active" else QUIET_S):
+                    moved_s = works_s[name]
+        now = _spilled(client, namespace, left_s(), revive=not while_moving)
+        for name in asked.tiers:
+            then, totals[name] = totals.get(name, 0), now.get(name, 0)
+            # An agent that was restarted meanwhile counts from 0 again.
+            copied += totals[name] - (then if totals[name] >= then else 0)
+        errors = {
+            name: "; ".join(reasons[name, stream] for stream, at in found.items() if at != "done")
+            for name, found in levels.items()
+            if set(found.values()) != {"done"}
+        }
+        best = [name for name in asked.tiers if name not in errors] or asked.tiers
         report = FlushReport(
-            tier=asked.tier,
+            tiers=asked.tiers,
+            tier=best[-1],
             steps={save.stream: save.step for save in asked.saves},
-            levels=levels,
+            levels=dict(levels[best[-1]]),
             errors=errors,
             copied_bytes=copied,
             total_bytes=asked.remaining_bytes,
             seconds=time.monotonic() - began_s,
         )
         on_report(report)
-        if all(level in _OVER for level in report.levels.values()):
+        failing_s = {name: time.monotonic() - at_s for name, at_s in works_s.items()}
+        if ends_flush(levels, failing_s, deadline_s):
             return report
         if deadline_s is not None and report.seconds >= deadline_s:
             return report
@@ -162,9 +185,9 @@ def _level(
     left_s: float | None,
     *,
     revive: bool,
-) -> tuple[Level, str | None, bool]:
-    """The level of a checkpoint in the tier, why it is not "done", and whether bytes move: one that
-    is being copied may be written out for long after its last byte was read.
+) -> tuple[Level, str | None, float | None]:
+    """The level of a checkpoint in the tier, why it is not "done", and since when no bytes were
+    read for the tier, in seconds; None: it fails.
     """
     try:
         found = client.progress(
@@ -173,31 +196,30 @@ def _level(
     except NotFoundError as error:
         if error.fields.get("what") != "save":
             raise
-        return "superseded", "it has been deleted everywhere since", False
-    quiet_s = found.quiet_s.get(tier)
+        return "superseded", "it has been deleted everywhere since", None
     level = found.levels.get(tier, "not_scheduled")
     if level == "not_scheduled":
         # It was scheduled at the request, so it is not waited for any more.
-        return "superseded", f"it is neither in {tier} any more nor scheduled for it", False
-    limit_s = WRITE_OUT_S if level == "active" else QUIET_S
-    moves = quiet_s is not None and quiet_s < limit_s
-    return level, found.errors.get(tier), moves
+        return "superseded", f"it is neither in {tier} any more nor scheduled for it", None
+    return level, found.errors.get(tier), found.quiet_s.get(tier)
 
 
-def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) -> list[str]:
+def bring_to_tiers(
+    client: AgentClient, tiers: Sequence[str], limit_s: float
+) -> Iterator[tuple[str, str]]:
     """Copy the newest checkpoint of each stream to all ``tiers``, the nearest first.
 
-    Waits ``limit_s`` at most, for each tier while bytes move. The agent goes on afterwards.
+    Waits ``limit_s`` at most, for each tier while bytes move; without time only asks what is there.
+    The agent goes on afterwards.
 
-    Returns:
-        What is not there yet, and why; a sentence for each stream and tier.
+    Yields:
+        Each tier, and why it does not hold all of them; empty: it does.
+
+    Raises AgentError: No agent answers.
     """
     until_s = time.monotonic() + limit_s
-    missing = []
-    try:  # no agent is started for this, and one that is stopped is asked once
-        client.call(AskTroubles(), within_s=min(limit_s, QUIET_S), revive=False)
-    except TieredCkptError as error:
-        return [str(error)]
+    # No agent is started for this, and one that is stopped is asked once.
+    client.call(AskTroubles(), within_s=min(limit_s, QUIET_S), revive=False)
     for tier in tiers[1:]:  # at the same time as the first one
         with contextlib.suppress(TieredCkptError):
             left_s = min(QUIET_S, max(0.0, until_s - time.monotonic()))
@@ -205,17 +227,10 @@ def bring_to_tiers(client: AgentClient, tiers: Sequence[str], limit_s: float) ->
     for tier in tiers:
         left_s = max(0.0, until_s - time.monotonic())
         try:
-            report = flush_and_wait(client, tier, left_s, while_moving=True)
+            errors = flush_and_wait(client, tier, left_s, while_moving=True).errors
         except TieredCkptError as error:
-            missing.append(f"tier {tier}: {error}")
-            continue
-        missing += [
-            f"step {report.steps[stream]} of stream {stream!r} is not in tier {tier} yet "
-            f"({report.errors.get(stream, level)})"
-            for stream, level in report.levels.items()
-            if level != "done"
-        ]
-    return missing
+            errors = {tier: str(error)}
+        yield tier, errors.get(tier, "")
 
 
 def _spilled(

@@ -212,7 +212,7 @@ def test_who_wants_a_tier_that_failed_does_not_wait_for_its_pause(host: Host, di
     if how == "save":
         trainer.save(2, tiers=("disk",))
     if how == "flush":
-        assert host.node.flush("run", m.Flush(tier="disk", left_s=120)).tier == "disk"
+        assert host.node.flush("run", m.Flush(tier="disk", left_s=120)).tiers == ("disk",)
     awaited = "disk" if how == "wait" else ""
 
     def reached() -> bool:

@@ -67,7 +67,7 @@ def test_the_agent_flushes_and_the_handler_before_is_called(engine: Engine, seen
     assert 0 < leaving.left_s <= 300
     wait_until(lambda: leaving.flushed is not None, deadline_s=LONG_S)
     assert leaving.flushed is not None
-    assert leaving.flushed.tier == "disk"
+    assert leaving.flushed.tiers == ("disk",)
     assert [each.step for each in leaving.flushed.saves] == [2]
     engine.wait(2, "disk", LONG_S)
     signal.raise_signal(USR1)  # the second one goes to the handler before, and to it alone

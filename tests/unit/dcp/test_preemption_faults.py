@@ -229,7 +229,7 @@ def test_an_agent_that_died_of_the_same_signal_is_started_and_flushes(
     wait_until(lambda: leaving.flushed or leaving.error, deadline_s=LONG_S)
     assert leaving.error is None
     assert leaving.flushed is not None
-    assert leaving.flushed.tier == "disk"
+    assert leaving.flushed.tiers == ("disk",)
     engine.wait(2, "disk", LONG_S)
 
 

@@ -16,6 +16,7 @@ from tests.support.agent import AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent
 from tieredckpt.config.tiers import Keep
 from tieredckpt.errors import NotFoundError, TierUnavailableError
+from tieredckpt.policy import schedule
 from tieredckpt.recovery.flush import FlushReport, flush_and_wait
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages import agent as m
@@ -45,12 +46,13 @@ def test_the_newest_goes_to_a_tier_that_it_was_not_destined_for(trainer: FakeTra
     trainer.save(1, tiers=("disk",))
     with pytest.raises(NotFoundError, match="no tier 'tape'"):
         flush_and_wait(client, "tape", 20)
-    trainer.save(2, tiers=("disk",))
+    trainer.spilled(trainer.save(2, tiers=("disk",)).save_id)
     wait_until(lambda: trainer.tier("bucket").available)
     looks: list[FlushReport] = []
     report = flush_and_wait(client, None, None, on_report=looks.append)
-    # No time is given: the one that outlives the host.
+    # Of those that hold it, the one that outlives the host.
     assert (report.tier, report.steps, report.done) == ("bucket", {"default": 2}, True)
+    assert (report.tiers, report.errors) == (("disk", "bucket"), {})
     assert looks[-1] == report
     assert report.copied_bytes == report.total_bytes == trainer.segment_bytes
     assert len(trainer.tier("bucket").manifests) == 1
@@ -81,17 +83,38 @@ def test_what_fails_at_this_moment_is_tried_again(trainer: FakeTrainer, tmp_path
     client = trainer.client
     wait_until(lambda: disk_status(client).error is not None)
     asked = client.call(m.Flush(tier="disk", left_s=60.0))
-    assert asked.tier == "disk"
+    assert asked.tiers == ("disk",)
     segments.unlink()
     away.rename(segments)
     report = flush_and_wait(client, "disk", 60)
     assert (report.done, report.steps) == (True, {"default": 2})
-    # Nobody who has another tier is sent there.
     segments.rename(away)
     segments.write_text("in the way")
     trainer.save(3, tiers=("disk",))
     wait_until(lambda: disk_status(client).error is not None)
-    assert client.call(m.Flush()).tier == "bucket"
+    # It is due in the one that fails; the other one does not wait for that.
+    assert client.call(m.Flush()).tiers == ("disk", "bucket")
+    assert flush_and_wait(client, "bucket", 60).done
+
+
+def test_a_tier_that_fails_leaves_none_unused(
+    trainer: FakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The deepest tier is away: the disk gets the newest, and the report names what fails."""
+    trainer.spilled(trainer.save(1, tiers=("disk", "bucket")).save_id)
+    wait_until(lambda: len(trainer.tier("bucket").manifests) == 1)
+    folder = next((tmp_path / "bucket").rglob("segments"))
+    folder.rename(folder.with_name("away"))
+    folder.write_text("in the way")
+    monkeypatch.setattr(schedule, "SHARE_MAX_S", 0.1)
+    trainer.save(2, tiers=())
+    report = flush_and_wait(trainer.client, None, 3600)  # ends long before
+    assert (report.tiers, report.tier) == (("disk", "bucket"), "disk")
+    assert (report.steps, report.levels) == ({"default": 2}, {"default": "done"})
+    assert report.errors.keys() == {"bucket"}
+    assert str(folder) in report.errors["bucket"]
+    assert not report.done
+    assert len(trainer.tier("disk").manifests) == 2
 
 
 def disk_status(client: AgentClient) -> m.TierStatus:
@@ -118,7 +141,7 @@ def test_what_is_pruned_meanwhile_is_not_waited_for(trainer: FakeTrainer, runtim
         report = flush_and_wait(client, "disk", None, namespace="run")
     assert not report.done
     assert report.levels == {"default": "superseded"}
-    assert "disk" in report.errors["default"] or "everywhere" in report.errors["default"]
+    assert "disk" in report.errors["disk"] or "everywhere" in report.errors["disk"]
 
 
 def test_an_agent_that_is_started_again_meanwhile(runtime_dir: Path, tmp_path: Path):

@@ -148,23 +148,13 @@ class TierWorker:
         """Wait until the tier answered at least once; tries again now if it failed before."""
         with self._cond:
             if self._catalog is None:
-                self._try_for(timeout_s, lambda: self._catalog is not None)
+                failures = self._failures
+                self._nudged = self._nudged or failures > 0
+                self._cond.notify_all()
+                self._cond.wait_for(
+                    lambda: self._catalog or self._failures > failures or self._stopping, timeout_s
+                )
             return self._catalog
-
-    def retry(self, timeout_s: float) -> None:
-        """Have a tier that failed tried now, and wait until it works, copies or fails again."""
-        with self._cond:
-            if self.error is not None:
-                self._try_for(timeout_s, lambda: self.error is None or self._active is not None)
-
-    def _try_for(self, timeout_s: float, until: Callable[[], bool]) -> None:
-        """End a pause after a failure, and wait for that, or the next one. The lock is held."""
-        failures = self._failures
-        self._nudged = self._nudged or failures > 0
-        self._cond.notify_all()
-        self._cond.wait_for(
-            lambda: until() or self._failures > failures or self._stopping, timeout_s
-        )
 
     def poke(self) -> None:
         """What it failed for, or could not delete, may go now, or somebody waits for the tier: it

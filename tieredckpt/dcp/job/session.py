@@ -19,7 +19,7 @@ from tieredckpt.dcp.job.unreported import UnreportedSegments
 from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
-from tieredckpt.errors import UsageError, WaitError
+from tieredckpt.errors import TieredCkptError, UsageError, WaitError
 from tieredckpt.recovery.flush import Terminated, bring_to_tiers, raises_on_sigterm
 from tieredckpt.recovery.folders import READ_ONLY
 from tieredckpt.recovery.other_hosts import OtherHosts
@@ -200,10 +200,10 @@ class Session(Writing):
 
         A SIGTERM that would end the process ends it after the warning, not in the middle.
         """
-        limit_s = min(limit_s, self.config.close.flush_s)
+        flush_s = self.config.close.flush_s
         tiers = [tier.name for tier in self.config.tiers]
         saved = self.last_save
-        if saved is None or self.ranks.local_rank != 0 or not tiers or not limit_s:
+        if saved is None or self.ranks.local_rank != 0 or not tiers or not flush_s:
             return
         if sys.exc_info()[0] is not None:
             # It unwinds: its report must not wait, and a restart follows.
@@ -213,14 +213,16 @@ class Session(Writing):
                 saved.step,
             )
             return
-        terminated = False
+        found: dict[str, str] = {}
+        missing, terminated = [], False
         try:
             with raises_on_sigterm():
-                missing = bring_to_tiers(self.client, tiers, limit_s)
-        except OSError as error:
+                found.update(bring_to_tiers(self.client, tiers, min(limit_s, flush_s)))
+        except (TieredCkptError, OSError) as error:
             missing = [str(error)]
         except Terminated:
-            missing, terminated = ["SIGTERM ended the wait for them"], True
+            missing, terminated = ["SIGTERM ended the wait for the rest"], True
+        missing = [*(f"tier {tier}: {why}" for tier, why in found.items() if why), *missing]
         if missing:
             log.warning(
                 "the newest checkpoint (last saved: step %d) is in the memory of host %s, but not "

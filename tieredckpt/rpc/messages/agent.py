@@ -385,12 +385,13 @@ class FlushedSave(Message, frozen=True):
 class Flushed(Message, frozen=True):
     """Reply to Flush, at once; ``progress`` reports the rest."""
 
-    tier: str
+    tiers: tuple[str, ...]
+    """At least one: those that are filled, the surest first."""
     saves: tuple[FlushedSave, ...]
     remaining_bytes: int
-    """This host's, including checkpoints that are copied before."""
+    """This host's, of all tiers, including checkpoints that are copied before."""
     estimate_s: float | None
-    """None: nothing was copied to the tier yet."""
+    """Until all are filled; None: nothing was copied to one of them yet."""
 
 
 class Flush(NodeRequest[Flushed], frozen=True):
@@ -403,7 +404,7 @@ class Flush(NodeRequest[Flushed], frozen=True):
     """
 
     tier: str = ""
-    """"": any tier that can be reached."""
+    """"": all in which the checkpoints are due, or that are not too slow."""
     left_s: Seconds | None = None
     """Seconds until the caller ends; None: no limit."""
 
