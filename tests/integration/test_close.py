@@ -126,7 +126,7 @@ def test_once_a_notices_deadline_is_over_it_is_warned_of_at_once(
             engine.leave_on().ask(0.0)
         (record,) = [each for each in caplog.records if each.name == LOGGER]
     message = record.getMessage()
-    assert " but not in every tier: tier other: " in message
+    assert " and in tier disk, but not in every tier: tier other: " in message
 
 
 @pytest.mark.full

@@ -224,10 +224,11 @@ class Session(Writing):
             missing, terminated = ["SIGTERM ended the wait for the rest"], True
         missing = [*(f"tier {tier}: {why}" for tier, why in found.items() if why), *missing]
         if missing:
+            places = "".join(f" and in tier {tier}" for tier, why in found.items() if not why)
             log.warning(
-                "the newest checkpoint (last saved: step %d) is in the memory of host %s, but not "
-                "in every tier: %s. A running agent goes on copying (close.flush)",
-                saved.step, self.host_id, "; ".join(missing),
+                "the newest checkpoint (last saved: step %d) is in the memory of host %s%s, but "
+                "not in every tier: %s. A running agent goes on copying (close.flush)",
+                saved.step, self.host_id, places, "; ".join(missing),
             )  # fmt: skip
         if terminated:
             signal.raise_signal(signal.SIGTERM)
