@@ -216,6 +216,7 @@ class Engine:
         fresh_start: bool = False,
         save_id: str | None = None,
         abandon_newer: bool = False,
+        again: bool = False,
     ) -> int | None:
         """Restore the newest recoverable checkpoint on all ranks, and resume at it. Collective.
 
@@ -226,8 +227,8 @@ class Engine:
         Args:
             state: As for ``dcp.load``; may hold Stateful objects, which see ``load_state_dict``
                 only after all ranks have read everything.
-            step: Only this step, without a fall-back. If there are newer ones, a warning is logged,
-                and the next save raises UsageError unless ``abandon_newer``.
+            step: Only this step, without a fall-back. If there are newer ones, UsageError is raised
+                before anything is read, unless ``abandon_newer`` or the engine is read-only.
             stream: The sequence of checkpoints. Several streams are restored together, at the
                 newest step that all of them have, or not at all. ``state`` then has one entry per
                 stream under its name (a dict as it was saved, or a Stateful; a rank may leave out
@@ -244,7 +245,10 @@ class Engine:
                 common. It never overrides a checkpoint that was found damaged, nor one that can be
                 restored.
             save_id: Only this checkpoint, also one that is off the timeline; of one stream.
-            abandon_newer: The next save may abandon checkpoints newer than ``step`` or ``save_id``.
+            abandon_newer: The next save may abandon checkpoints newer than ``step`` or ``save_id``;
+                their number is logged. Refused if a run went back to the same checkpoint before and
+                checkpoints were saved since, as in a script that is restarted.
+            again: Abandon those, too.
 
         Returns:
             The step; None if there certainly is no checkpoint, on the timeline or off it.
@@ -255,6 +259,7 @@ class Engine:
                 choose. If the tensors' contents are undefined after a failure, the message states
                 it.
             NotFoundError: There is no checkpoint of ``step``.
+            UsageError: See ``abandon_newer``.
             TieredCkptError: A failure that does not depend on the checkpoint.
             CheckpointException: DCP's, with the failures of the planner or of the state.
         """
@@ -267,6 +272,7 @@ class Engine:
             process_group=process_group,
             fresh_start=fresh_start,
             abandon_newer=abandon_newer,
+            again=again,
         )
         return restore(self._session, state, request)
 

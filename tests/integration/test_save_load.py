@@ -443,19 +443,51 @@ def test_explicit_step_never_walks_back(engine: Engine, runtime_dir: Path):
     assert isinstance(error, IntegrityError | NoRecoverableCheckpointError)
 
 
-def test_roll_back_abandons_and_goes_on(runtime_dir: Path):
+def test_a_script_that_goes_back_is_started_again(runtime_dir: Path):
+    """It would lose the line that had gone on from there, at each start."""
+    settings = config(runtime_dir, memory={"keep": {"last": 9}})
+    with Engine.open(settings) as engine:
+        for step in (40, 50):
+            save(engine, step, small(step))
+    for start, saved in ((1, ()), (2, (45, 60))):  # the first one ended before its first save
+        with Engine.open(settings) as engine:
+            assert engine.load(blank(small()), step=40, abandon_newer=True) == 40, start
+            for step in saved:
+                save(engine, step, small(step))
+    with Engine.open(settings) as engine:
+        assert engine.load(blank(small())) == 60
+        save(engine, 70, small(70))  # in an attempt of its own
+    with Engine.open(settings) as engine:
+        line = {info.step: info.save_id for info in engine.checkpoints()}
+        assert list(line) == [70, 60, 45, 40]
+        for named in ({"step": 40}, {"save_id": line[40]}):
+            with pytest.raises(
+                UsageError, match=r"step 40 before.* the 3 checkpoint.*again"
+            ) as caught:
+                engine.load(blank(small()), abandon_newer=True, **named)
+            for step in (45, 60, 70):
+                assert f"step {step} ({line[step]})" in str(caught.value)
+        with pytest.raises(UsageError, match="abandon_newer"):
+            engine.load(blank(small()), step=40, again=True)
+        assert engine.load(blank(small()), step=60, abandon_newer=True) == 60, "not gone back to"
+        assert engine.load(blank(small()), step=40, abandon_newer=True, again=True) == 40
+        save(engine, 41, small(41))
+        assert [info.step for info in engine.checkpoints()] == [41, 40]
+
+
+def test_roll_back_abandons_and_goes_on(runtime_dir: Path, caplog: pytest.LogCaptureFixture):
     with Engine.open(config(runtime_dir, memory={"keep": {"last": 5}})) as engine:
         for step in (1, 2, 3):
             save(engine, step, small(step))
         abandoned = manifest_of(engine, 3)
         back = blank(small())
-        with pytest.warns(UserWarning, match=r"step 1 was loaded.* steps 2 to 3"):
-            assert engine.load(back, step=1) == 1
-        error = failure_of(lambda: save(engine, 2, small(20)))
-        assert isinstance(error, UsageError)
-        assert "abandon_newer=True" in str(error)
+        before = back["model"]["w"].clone()
+        with pytest.raises(UsageError, match=r"abandon 2 newer .* steps 2 to 3.*abandon_newer"):
+            engine.load(back, step=1)
+        assert (back["lr"], same(back["model"]["w"], before)) == (blank(small())["lr"], True)
         assert [info.step for info in engine.checkpoints()] == [3, 2, 1], "nothing was lost"
         assert engine.load(back, step=1, abandon_newer=True) == 1
+        assert "the next save abandons 2 newer checkpoint(s)" in caplog.text
         assert [info.step for info in engine.checkpoints()] == [3, 2, 1], "nor by the load"
         save(engine, 2, small(20))
         assert [info.step for info in engine.checkpoints()] == [2, 1]
@@ -489,7 +521,10 @@ def test_looking_changes_nothing(runtime_dir: Path, tmp_path: Path):
         for step in (None, 1):
             with Engine.open(settings) as looker, warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert looker.load(blank(small()), step=step) == (step or 3)
+                if step is None:
+                    assert looker.load(blank(small())) == 3
+                else:
+                    load(blank(small()), looker.reader(step=step))
         assert files() == before
         save(job, 4, small(4))
     with Engine.open(settings) as again:

@@ -107,6 +107,8 @@ class RecoveryPlan:
     """The newest checkpoint on the timeline, whether it can be restored or not."""
     newer: tuple[Manifest, ...] = ()
     """Checkpoints on the timeline newer than the one that was requested by its step or id."""
+    regained: tuple[Manifest, ...] = ()
+    """Of ``newer`` the checkpoints that were saved after a roll-back to the requested one."""
     followed: tuple[Followed, ...] = ()
     """Parents of an attempt that continues here: the timeline's attempt, then concurrent ones."""
     sides: tuple[Side, ...] = ()
@@ -194,6 +196,7 @@ def plan_recovery(
     asked = wanted[0] if wanted and (step is not None or save_id is not None) else None
     if asked is not None and candidates:
         asked = candidates[0].manifest
+    newer = _newer(asked, on_it) if asked is not None else ()
     return RecoveryPlan(
         stream=stream,
         chosen=candidates[0] if candidates else None,
@@ -206,7 +209,8 @@ def plan_recovery(
             *_restorable_off(facts, timeline, candidates if asked is None else (), off_it),
         ),
         newest=on_it[0] if on_it else None,
-        newer=_newer(asked, on_it) if asked is not None else (),
+        newer=newer,
+        regained=_regained(asked, newer, facts) if asked is not None else (),
         followed=facts.parents(timeline),
         sides=sides,
     )
@@ -266,6 +270,14 @@ def _newer(asked: Manifest, on_timeline: Sequence[Manifest]) -> tuple[Manifest, 
         stream=asked.stream, head=None, attempt=None, lineage=history.ancestry_of(asked)
     ).positions(on_timeline)
     return tuple(each for each in on_timeline if each.save_id not in before)
+
+
+def _regained(asked: Manifest, newer: Sequence[Manifest], facts: _Facts) -> tuple[Manifest, ...]:
+    """Of ``newer`` those after an attempt that resumed at ``asked`` and abandoned what it knew."""
+    agreed = [each for each in facts.attempts if asked.stream not in each.in_silence]
+    stated = ((each.id, history.stated_base(each, asked.stream)) for each in agreed)
+    back = {at for at, its in stated if its and its.abandons and its.parent == asked.save_id}
+    return tuple(m for m in newer if back & {m.attempt.id, *(each.id for each in m.lineage)})
 
 
 def _off_timeline_reason(timeline: history.Line | None) -> str:

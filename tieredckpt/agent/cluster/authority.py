@@ -66,9 +66,7 @@ class Ruling:
         except FileNotFoundError:
             pass
         except (OSError, TieredCkptError) as error:
-            log.warning(
-                "%s is not used, and nothing is deleted before the next save: %s", path, error
-            )
+            log.warning("%s is not used; nothing is deleted before a save: %s", path, error)
 
     # --- whose they are ---------------------------------------------------------------------------
 

@@ -207,13 +207,10 @@ class History:
         self._load_id = secrets.token_hex(16)
         for plan in plans:
             manifest = plan.chosen.manifest if plan.chosen is not None else None
-            refusal = ""
-            if manifest is not None and not abandon_newer:
-                refusal = consent_text(manifest, plan.newer)
             known_here = known.get(plan.stream, ())
             if self._is_resumed and manifest is not None and self._is_head(manifest):
                 continue  # the next save of these ranks follows it anyway
-            self._begin(plan.stream, manifest, plan, known_here, refusal, agreed=abandon_newer)
+            self._begin(plan.stream, manifest, plan, known_here, agreed=abandon_newer)
         self._is_resumed = False
 
     def resume_newest(self, stream: str, loaded: str | None) -> None:
@@ -264,7 +261,7 @@ class History:
         manifest: Manifest | None,
         plan: RecoveryPlan,
         known: Iterable[Manifest],
-        refusal: str,
+        refusal: str = "",
         *,
         agreed: bool = False,
     ) -> None:
@@ -537,15 +534,21 @@ class History:
         self._streams[stream] = replace(known, moved_to=None)
 
 
-def consent_text(manifest: Manifest, newer: Sequence[Manifest]) -> str:
-    """Why nothing may be saved after ``manifest`` was loaded; "": nothing is newer."""
-    if not newer:
-        return ""
+def newer_text(newer: Sequence[Manifest]) -> str:
+    """The checkpoints ``newer`` of one stream, for a message: how many, and their steps."""
     steps = sorted({each.step for each in newer})
     what = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return f"{len(newer)} newer checkpoint(s) of stream {newer[0].stream!r}, {what}"
+
+
+def consent_text(manifest: Manifest, newer: Sequence[Manifest]) -> str:
+    """Why nothing may be saved after ``manifest``; "": nothing is newer."""
+    if not newer:
+        return ""
+    named = f"save_id={manifest.save_id!r}"
     return (
-        f"step {manifest.step} was loaded, and stream {manifest.stream!r} has {len(newer)} newer "
-        f"checkpoint(s), {what}: a save would abandon them. To go back for good say "
-        f"engine.load(state, save_id={manifest.save_id!r}, abandon_newer=True); to go on from the "
-        "newest, engine.load(state). Nothing was lost"
+        f"a save after step {manifest.step} would abandon {newer_text(newer)}. To go back for "
+        f"good, call engine.load(state, {named}, abandon_newer=True); to continue from the newest, "
+        f"engine.load(state); to read this one only, dcp.load(state, storage_reader=engine.reader("
+        f"{named})), or open the engine with read_only=True. Nothing was lost"
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from tieredckpt import failpoints
+from tieredckpt.dcp.job.history import consent_text
 from tieredckpt.dcp.job.ranks import Ranks
 from tieredckpt.dcp.job.session import Session
 from tieredckpt.dcp.load.reader import not_recoverable
@@ -34,7 +35,14 @@ from tieredckpt.recovery.other_hosts import (
     log_warnings,
     read_everywhere,
 )
-from tieredckpt.recovery.plan import Candidate, RecoveryPlan, Refusal, fork_error, plan_common
+from tieredckpt.recovery.plan import (
+    Candidate,
+    RecoveryPlan,
+    Refusal,
+    fork_error,
+    naming,
+    plan_common,
+)
 
 UNDEFINED = "; the contents of the tensors that were to be loaded are undefined"
 STEPS_SHOWN = 10
@@ -52,6 +60,7 @@ class LoadRequest:
     process_group: dist.ProcessGroup | None
     fresh_start: bool
     abandon_newer: bool
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,29 @@ def agree(
     chosen = ranks.from_coordinator(choose)
     chosen.known = known
     return chosen
+
+
+def check_roll_back(
+    request: LoadRequest, plans: Sequence[RecoveryPlan], *, read_only: bool
+) -> None:
+    """Whether the ranks may resume before newer checkpoints; before the first byte is read.
+
+    Raises UsageError: Nobody agreed to that, or these were saved after the same roll-back.
+    """
+    for plan in plans if not read_only else ():
+        if plan.chosen is None or not plan.newer:
+            continue
+        chosen = plan.chosen.manifest
+        if not request.abandon_newer:
+            raise UsageError(consent_text(chosen, plan.newer))
+        if plan.regained and not request.again:
+            names = [naming(each.step, each.save_id) for each in plan.regained[:STEPS_SHOWN]]
+            raise UsageError(
+                f"stream {plan.stream!r} went back to step {chosen.step} before, and a save would "
+                f"abandon the {len(plan.regained)} checkpoint(s) since: {', '.join(names)}. "
+                "To continue from the newest (as a restarted script should), call "
+                "engine.load(state); to go back all the same, add again=True. Nothing was lost"
+            )
 
 
 def _unread_error(unread: Refusal, wait_s: float) -> TierUnavailableError:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.job.history import HistoryState, consent_text
+from tieredckpt.dcp.job.history import HistoryState, newer_text
 from tieredckpt.dcp.job.ranks import Ranks
 from tieredckpt.dcp.job.session import RestoreReport, Session
 from tieredckpt.dcp.load.choose import (
@@ -31,6 +31,7 @@ from tieredckpt.dcp.load.choose import (
     Chosen,
     LoadRequest,
     agree,
+    check_roll_back,
     check_same,
     nothing_or_raise,
     wanted,
@@ -114,6 +115,7 @@ def _restore(
             where = ", ".join(["memory", *(tier.name for tier in session.config.tiers)])
             log.info("namespace %s: no checkpoint in %s", session.namespace, where)
             return None
+        check_roll_back(request, chosen.plans, read_only=session.read_only)
         if not contents:
             # Once, before anything is read: an older checkpoint must not ask the objects again.
             contents = ranks.run(partial(_contents, state, chosen))
@@ -297,15 +299,15 @@ def _resume(session: Session, ranks: Ranks, request: LoadRequest, chosen: Chosen
 
     def record() -> HistoryState:
         history.restored(chosen.plans, chosen.known, abandon_newer=request.abandon_newer)
+        for plan in chosen.plans if not session.read_only else ():
+            if plan.chosen is not None and plan.newer:
+                log.warning("a roll-back: the next save abandons %s", newer_text(plan.newer))
         return history.snapshot(chosen.streams)
 
     state = ranks.from_coordinator(record)
     if not ranks.is_coordinator:
         history.adopt(state)
     session.resumed_at(chosen.streams, state.load_id)
-    for plan in chosen.plans if not (session.read_only or request.abandon_newer) else ():
-        if plan.chosen is not None and plan.newer:
-            warnings.warn(consent_text(plan.chosen.manifest, plan.newer), stacklevel=4)
 
 
 def _refusal(

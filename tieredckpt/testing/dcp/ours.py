@@ -119,8 +119,9 @@ class EngineStorage(MemoryStorage):
         if options.pop("no_dist", False):
             super().load(state, step, stream, no_dist=True, **options)  # it has no such option
             return
-        # Scenarios load parts of what they saved.
-        loaded = self.engine.load(state, step=step, stream=stream, strict=False, **options)
+        # Scenarios load parts of what they saved, and older steps.
+        options |= {"strict": False, "abandon_newer": True, "again": True}
+        loaded = self.engine.load(state, step=step, stream=stream, **options)
         assert loaded == step
 
 
