@@ -259,7 +259,7 @@ class Engine:
                 choose. If the tensors' contents are undefined after a failure, the message states
                 it.
             NotFoundError: There is no checkpoint of ``step``.
-            UsageError: See ``abandon_newer``.
+            UsageError: ``state`` is no dict, or see ``abandon_newer``.
             TieredCkptError: A failure that does not depend on the checkpoint.
             CheckpointException: DCP's, with the failures of the planner or of the state.
         """

@@ -475,6 +475,12 @@ def test_a_script_that_goes_back_is_started_again(runtime_dir: Path):
         assert [info.step for info in engine.checkpoints()] == [41, 40]
 
 
+@pytest.mark.parametrize("state", [None, [1], torch.nn.Linear(1, 1)])
+def test_a_state_that_is_no_dict(engine: Engine, state: object):
+    with pytest.raises(UsageError, match=r"needs a dict.*for example.* a (NoneType|list|Linear)"):
+        engine.load(state)  # type: ignore[arg-type]
+
+
 def test_roll_back_abandons_and_goes_on(runtime_dir: Path, caplog: pytest.LogCaptureFixture):
     with Engine.open(config(runtime_dir, memory={"keep": {"last": 5}})) as engine:
         for step in (1, 2, 3):

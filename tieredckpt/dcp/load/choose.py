@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -105,6 +105,11 @@ def wanted(session: Session, state: Mapping[str, object], request: LoadRequest) 
     Raises AgentError: The agent of this host does not answer and cannot be started.
     """
     session.check()
+    if not isinstance(state, MutableMapping):
+        raise UsageError(
+            "engine.load needs a dict that names what is to be restored, for example "
+            f'{{"model": model, "optimizer": optimizer}}; this is a {type(state).__name__}'
+        )
     session.background_saves.wait_idle(session.config.save.wait_timeout_s)
     if not session.read_only:
         # Other hosts cannot start this one's agent, and a new agent knows neither its tiers nor
