@@ -110,8 +110,7 @@ def select(
         tensors.append(TensorKey(name, path, tuple(stored.size), to))
         stored_bytes += math.prod(stored.size) * own.itemsize
     _check_names([*tensors, *values])
-    bare = (real_path(path, nested) for path in _empty(nested, keys))
-    empty = tuple(stripped(path, strip) for path in bare)
+    empty = tuple(stripped(real_path(path, nested), strip) for path in _empty(nested, keys))
     return Selection(tuple(tensors), tuple(values), stored_bytes, empty)
 
 

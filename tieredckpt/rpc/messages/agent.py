@@ -46,7 +46,7 @@ from tieredckpt.rpc.messages.no_collectives import (
 )
 from tieredckpt.rpc.messages.tiers import AskTroubles, HandCredentials, TierTrouble, Troubles
 
-API_VERSION = 8
+API_VERSION = 9
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
