@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.agent import wait_until
 from tests.support.live import (
     Fault,
     Outcome,
@@ -24,6 +26,7 @@ from tests.support.live import (
 from tests.support.preloaded import context
 from tieredckpt import live
 from tieredckpt.live import messages as m
+from tieredckpt.live import rank as rank_module
 from tieredckpt.live.rank import EXIT_NO_SUPERVISOR
 
 STEPS = 10
@@ -147,6 +150,41 @@ def test_a_generation_that_ended_before_a_rank_entered_it(folder: Path):
             assert m.decode_from_process(sock.recv(1 << 16)) == m.Ready(generation=generation)
     process.join(120)
     assert process.exitcode == EXIT_NO_SUPERVISOR, "a process outlives its supervisor"
+
+
+def raising(sock: socket.socket, folder: str) -> None:
+    """A process whose ``train`` raises, as a collective with a lost rank does, or otherwise."""
+    os.environ[m.SOCKET_VARIABLE] = str(sock.detach())
+
+    def train(world: live.World) -> None:
+        rank_module.EXPLAIN_S = 0.0 if world.generation == 2 else 120.0
+        open(f"{folder}/raises-{world.generation}", "w").close()
+        raise (ValueError if world.generation == 3 else RuntimeError)(f"of {world.generation}")
+
+    with open(f"{folder}/stderr", "w", buffering=1) as sys.stderr:
+        live.run(train, config_of(folder))
+
+
+def test_an_error_that_the_death_of_another_rank_explains_is_not_printed(folder: Path):
+    sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = context.Process(target=raising, args=(theirs, str(folder)))
+    with theirs:
+        process.start()
+    sock.settimeout(120)
+    with sock:
+        assert m.decode_from_process(sock.recv(1 << 16)) == m.Ready()
+        for generation in range(1, 4):
+            sock.sendall(m.encode(m.Train(generation=generation, rank=0, size=2)))
+            if generation == 1:
+                wait_until((folder / "raises-1").exists)
+            else:  # nothing explains the second one in time, and the third is of no collective
+                assert isinstance(m.decode_from_process(sock.recv(1 << 16)), m.Fault)
+            sock.sendall(m.encode(m.Stop(generation=generation)))
+            assert m.decode_from_process(sock.recv(1 << 16)) == m.Ready(generation=generation)
+    process.join(120)
+    printed = (folder / "stderr").read_text().splitlines()
+    errors = [line for line in printed if "Error: of" in line]
+    assert errors == ["RuntimeError: of 2", "ValueError: of 3"]
 
 
 def alone(folder: str) -> None:

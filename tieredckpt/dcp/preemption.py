@@ -158,9 +158,8 @@ class Leaving:
         """Whether this SIGTERM may be a notice that came: the scheduler signals each process, and
         the launcher forwards what it got itself.
         """
-        if number != signal.SIGTERM or not self._is_forwarded or os.getpid() != self._pid:
-            return False
-        return time.monotonic() - self._came_s.get(number, -math.inf) < SAME_NOTICE_S
+        may_come = number == signal.SIGTERM and self._is_forwarded and os.getpid() == self._pid
+        return may_come and time.monotonic() - self._came_s.get(number, -math.inf) < SAME_NOTICE_S
 
     # --- the agent -------------------------------------------------------------------------------
 

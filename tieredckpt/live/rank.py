@@ -35,6 +35,8 @@ EXIT_UNHEALTHY = 18
 """Exit code of a process whose health check failed; the supervisor starts another one."""
 GROUPS_S = 5.0
 """Longest wait for the threads of groups whose ranks are all done, which end at once."""
+EXPLAIN_S = 1.0
+"""Longest time from the error of a collective to the end of the generation that explains it."""
 _ERROR_CHARS_MAX = 300
 
 log = logging.getLogger(__name__)
@@ -299,7 +301,10 @@ class _Process:
                 self._value = self._train(world)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001  (DCP's errors, and those of a finally)
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and not world.has_left:
+                world.wait_ended(EXPLAIN_S)  # a lost connection is seen before the death
+                log.debug("rank %d: an error of train", world.rank, exc_info=error)
             is_own = not world.is_ending and not world.has_left
             if is_own:
                 self._report(world, error)

@@ -480,9 +480,9 @@ class World:
         finally:
             self._ended.set()
 
-    def wait_ended(self) -> None:
+    def wait_ended(self, within_s: float | None = None) -> None:
         """Wait until the supervisor has ended the generation, and collectives are ended."""
-        self._ended.wait()
+        self._ended.wait(within_s)
 
     def _connections(self) -> list[private.Connection]:
         """Of the process groups: those made since then to the hosts of the ranks.
