@@ -121,9 +121,10 @@ class Leases:
 
     def _read(self, session_id: str) -> SessionRecord | None:
         try:
-            with (self._folder / session_id).open("r+b") as file:
+            with (self._folder / session_id).open("rb") as file:
                 record, is_old = LEASES.decode_either(file.read(RECORD_BYTES_MAX))
-                if is_old:
+            if is_old:
+                with (self._folder / session_id).open("r+b") as file:
                     self._write(file.fileno(), record)
         except (OSError, TieredCkptError) as error:
             log.warning("lease file of session %s is unusable: %s", session_id, error)
