@@ -10,16 +10,18 @@ its losses are those of a run that was not interrupted. `Files` and `TieredTrain
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import broadcast_object_list
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -35,15 +37,19 @@ import tieredckpt
 
 
 class Files:
-    """The small files of a Trainer's checkpoint: trainer state, schedule, scaler, random states."""
+    """The small files of a Trainer's checkpoint: trainer state, schedule, scaler, random states.
+
+    "random" is no file. It has the random states from before the batch that the loader has drawn in
+    advance, and those of the save.
+    """
 
     def __init__(self) -> None:
-        self.content: dict[str, bytes] = {}
+        self.content: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, bytes]:
+    def state_dict(self) -> dict[str, Any]:
         return self.content
 
-    def load_state_dict(self, state: dict[str, bytes]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.content = state
 
 
@@ -57,6 +63,10 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
 
     engine: tieredckpt.Engine
     """Set it before ``train``; opened after the ``TrainingArguments`` were made."""
+    _before: dict[str, Any] | None = None
+    """The random states from before the last batch that was drawn."""
+    _replay: list[dict[str, Any]] | None = None
+    """The random states to set before each of the next batches; empty: all of them are set."""
 
     def train(self) -> Any:
         """Train, from the newest checkpoint that can be recovered."""
@@ -72,6 +82,7 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
             self._folder = Path(folder)
             if self.engine.load(state) is None:
                 return super().train()
+            self._replay = files.content.pop("random", None)
             start = self._folder / "start"
             start.mkdir()
             for name, content in files.content.items():
@@ -114,8 +125,44 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
         files.content = {path.name: path.read_bytes() for path in folder.iterdir()}
         # Only rank 0 writes the trainer's state, and each rank its random states.
         files.content = broadcast_object_list([files.content])[0] | files.content
+        if self._before is not None:
+            files.content["random"] = [self._before, tieredckpt.RandomState().state_dict()]
         shutil.rmtree(folder)
         dcp.save(self._state(files), storage_writer=self.engine.writer(step))
+
+    # --- random numbers of the data set and of the collator ---------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Return Trainer's loader. Its data set notes the random states from before each batch.
+
+        The loader draws one batch in advance. So the batch after a save is drawn again when
+        training continues, from the states that it was drawn from, and the next one from those of
+        the save. Loader workers have generators of their own, which are not restored.
+        """
+        loader = super().get_train_dataloader()
+        data = loader.dataset
+        generators = tieredckpt.RandomState(cuda=torch.cuda.is_available())
+
+        def draw(indices: list[int]) -> Any:
+            if self._replay:
+                generators.load_state_dict(self._replay.pop(0))
+            self._before = generators.state_dict()
+            if hasattr(type(data), "__getitems__"):
+                return type(data).__getitems__(data, indices)
+            return [data[index] for index in indices]
+
+        other = isinstance(data, IterableDataset) or data is self.eval_dataset
+        if not loader.num_workers and not other and hasattr(data, "__dict__"):
+            data.__getitems__ = draw  # which a loader calls for each of its batches
+        return loader
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        generators = tieredckpt.RandomState()
+        drawn = generators.state_dict() if self._replay == [] else None
+        self._replay = None
+        super()._load_rng_state(checkpoint)
+        if drawn is not None:  # the batch after the next is drawn, too
+            generators.load_state_dict(drawn)
 
     # --- what Trainer calls to continue ----------------------------------------------------------
 
@@ -137,13 +184,14 @@ class TieredTrainer(Trainer):  # type: ignore[misc]  # transformers is not type-
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of numbers that count up, each from a start of its own."""
+    """Rows of numbers that count up, each from a start that is drawn when the row is read."""
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = (torch.arange(32) + index) % 64
+        drawn = random.randrange(4) + int(np.random.randint(4)) + int(torch.randint(4, ()))
+        row = (torch.arange(32) + index + drawn) % 64
         return {"input_ids": row, "labels": row}
 
 
