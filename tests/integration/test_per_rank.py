@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tieredckpt
 from tests.support.ranks import run_ranks
@@ -274,8 +274,11 @@ def tensors_of_one_name(rank: int, runtime_dir: str) -> None:
     def state(changed: float = 0.0) -> dict[str, Any]:
         changes = torch.zeros(300, 400)  # more than a sample
         changes += changed * rank
-        return {"same": torch.arange(9), "changes": changes, "model": {"mean": torch.ones(3)}}
+        replicated = distribute_tensor(torch.ones(400), mesh, [Replicate()])
+        replicated._local_tensor.add_(changed * rank)
+        return {"same": torch.arange(9), "changes": changes, "model": {"norm": replicated}}
 
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with opened(runtime_dir) as engine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
 
@@ -294,6 +297,7 @@ def tensors_of_one_name(rank: int, runtime_dir: str) -> None:
         assert len(found) == (rank == 0)
         if rank == 0:
             assert "'changes' (ranks 0 differ from 1 differ from 2)" in found[0]
+            assert "'model.norm' (ranks 0 differ from 1 differ from 2)" in found[0]
             assert "per_rank" in found[0]
             assert "dedup_save_to_lowest_rank=True" in found[0]
             assert "same" not in found[0]

@@ -406,7 +406,7 @@ class LentWriter(Named, StorageWriter):
 
 _ALIGNMENT = 64
 
-_Ref = tuple[str, int, torch.dtype, torch.Size, bool]
+_Ref = tuple[str, Any, torch.dtype, torch.Size, bool]
 """Where it lies: "slot", "shared" or "nowhere"; offset, dtype, shape, whether it requires grad."""
 
 Shared = tuple[Any, int]
@@ -424,7 +424,7 @@ class _Pickler(ForkingPickler):
 
     def persistent_id(self, obj: Any) -> _Ref | None:
         if type(obj) is WithoutData:
-            return ("nowhere", 0, obj.dtype, obj.shape, False)
+            return ("nowhere", obj.sample, obj.dtype, obj.shape, False)
         if type(obj) is not torch.Tensor:
             return None
         known = self._refs.get(id(obj))
@@ -453,7 +453,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, ref: _Ref) -> torch.Tensor:
         where, offset, dtype, shape, requires_grad = ref
         if where == "nowhere":
-            return without_data(torch.empty(shape, dtype=dtype, device="meta"))
+            left: Any = without_data(torch.empty(shape, dtype=dtype, device="meta"))
+            left.sample = offset
+            return left  # type: ignore[no-any-return]
         memory = self._memories[where]
         if memory is None:
             raise ProtocolError(f"a tensor lies in {where}, which was not sent")

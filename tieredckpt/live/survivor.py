@@ -20,7 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tieredckpt.dcp.slots.leaves import find_leaves, is_plain, rebuild
+from tieredckpt.dcp.slots.leaves import find_leaves, has_own_plan, rebuild
 from tieredckpt.dcp.state.per_rank import PerRank
 from tieredckpt.dcp.state.wrappers import is_wrapper, plain_parts
 from tieredckpt.errors import UsageError
@@ -57,9 +57,10 @@ def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        if is_plain(leaf):
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if not (has_own_plan(leaf) or is_wrapper(local)):
             return leaf.detach().clone()
-        leaves = find_leaves({"": leaf})  # others have no clone(), or lose their plan in it
+        leaves = find_leaves({"": leaf})  # these have no clone(), or lose their plan in it
         return rebuild({"": leaf}, leaves, [each.local.clone() for each in leaves])[""]
     if isinstance(leaf, bytes | str | int | float | bool | None):
         return leaf
@@ -108,7 +109,7 @@ class SurvivorState:
                 light[key] = map_values(content, _copied)
         # By module and name: a forward pass may assign a new tensor.
         self._buffers = [
-            (module, name, _copied(buffer))
+            (module, name, buffer.detach().clone())
             for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None

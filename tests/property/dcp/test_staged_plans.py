@@ -67,6 +67,15 @@ def hooked_local(mesh: DeviceMesh) -> torch.Tensor:
     return made
 
 
+def hooked_parameter(mesh: DeviceMesh) -> torch.Tensor:
+    made = torch.nn.Parameter(sharded(mesh, [Replicate(), Shard(0)]))
+    local: Any = made._local_tensor
+    local.__create_write_items__ = lambda fqn, whole: [
+        planner_helpers._create_write_items_for_dtensor(fqn, whole)
+    ]
+    return made
+
+
 def hooked_dtensor(mesh: DeviceMesh) -> torch.Tensor:
     made = sharded(mesh, [Replicate(), Shard(0)])
     hook(made, two_pieces(made._local_tensor), made.shape)
@@ -89,6 +98,10 @@ def shards_in_a_dtensor(mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(
         local, mesh, [Replicate(), Shard(0)], run_check=False, shape=shape, stride=(COLUMNS, 1)
     )
+
+
+def empty_shards(_: DeviceMesh) -> torch.Tensor:
+    return LocalShardsWrapper([rows(0), rows(0)], [(0, 0), (0, 0)])
 
 
 def by_attributes(_: DeviceMesh) -> torch.Tensor:
@@ -118,6 +131,42 @@ def with_an_attribute(_: DeviceMesh) -> torch.Tensor:
     return made
 
 
+class Named(torch.Tensor):
+    """A plain subclass, with an attribute that only the original has."""
+
+
+def subclass_with_an_attribute(_: DeviceMesh) -> torch.Tensor:
+    made: Any = rows(3).as_subclass(Named)
+    made.unit = "metre"
+    return made
+
+
+class Copies(TwoTensor):
+    """Makes copies of the tensors that it is put around."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Copies(inner["a"].clone(), inner["b"].clone())
+
+
+class Checks(TwoTensor):
+    """Has positive values only."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        if not (inner["a"] > 0).all():
+            raise ValueError("not positive")
+        return Checks(inner["a"], inner["b"])
+
+
+def wrapper_that_copies(_: DeviceMesh) -> torch.Tensor:
+    return Copies(rows(2), rows(2))
+
+
+def wrapper_that_checks(_: DeviceMesh) -> torch.Tensor:
+    return Checks(rows(2) + 1, rows(2))
+
+
 def dtensor_of_a_wrapper(mesh: DeviceMesh) -> torch.Tensor:
     local = TwoTensor(rows(5), rows(5))
     return DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False)
@@ -140,8 +189,10 @@ KINDS: dict[str, Callable[[DeviceMesh], Any]] = {
     **{
         made.__name__: made
         for made in (
-            hooked_plain, hooked_local, hooked_dtensor, hooked_without_pieces, shards_of_a_class,
-            shards_in_a_dtensor, by_attributes, with_an_attribute, dtensor_of_a_wrapper,
+            hooked_plain, hooked_local, hooked_parameter, hooked_dtensor, hooked_without_pieces,
+            shards_of_a_class, shards_in_a_dtensor, empty_shards, by_attributes, with_an_attribute,
+            subclass_with_an_attribute, dtensor_of_a_wrapper, wrapper_that_copies,
+            wrapper_that_checks,
         )
     },
 }  # fmt: skip
@@ -211,6 +262,12 @@ def test_another_plan_of_the_hooks_has_another_signature():
     hook(made, [(0, made[:2]), (2, made[2:])], torch.Size((ROWS, COLUMNS)))
     hook(other, [(0, other[:2]), (5, other[2:])], torch.Size((ROWS, COLUMNS)))
     first, second = ([each.signature for each in find_leaves({"w": one})] for one in (made, other))
+    assert first != second
+
+
+def test_another_class_has_another_signature():
+    plain, other = rows(4), rows(4).as_subclass(Switches)
+    first, second = ([each.signature for each in find_leaves({"w": one})] for one in (plain, other))
     assert first != second
 
 

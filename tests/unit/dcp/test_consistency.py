@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tieredckpt.dcp.state.consistency import SAMPLE_BYTES, SAMPLED_MAX, Turns, sample_digest
 
@@ -35,10 +36,10 @@ def test_a_sample_is_of_elements_and_not_of_how_they_are_stored(shape: tuple[int
     wide = torch.rand((*shape, 2))
     wide[..., 0] = tensor
     for step in (1, 2):
-        found = sample_digest(tensor, step)
-        assert found == sample_digest(turned, step) == sample_digest(wide[..., 0], step)
-        assert found != sample_digest(tensor + 1, step)
-        assert found != sample_digest(tensor.double(), step)
+        found = sample_digest("w", tensor, step)
+        assert found == sample_digest("w", turned, step) == sample_digest("w", wide[..., 0], step)
+        assert found != sample_digest("w", tensor + 1, step)
+        assert found != sample_digest("w", tensor.double(), step)
 
 
 def test_a_large_tensor_is_compared_at_other_places_at_other_steps():
@@ -46,12 +47,40 @@ def test_a_large_tensor_is_compared_at_other_places_at_other_steps():
     changed = tensor.clone()
     changed[-1] = 1
     where = torch.arange(tensor.numel() // 8)
-    assert sample_digest(where, 1) != sample_digest(where, 2)
-    differ = [sample_digest(tensor, step) != sample_digest(changed, step) for step in range(200)]
+    assert sample_digest("w", where, 1) != sample_digest("w", where, 2)
+    differ = [
+        sample_digest("w", tensor, step) != sample_digest("w", changed, step) for step in range(200)
+    ]
     assert not all(differ)
     changed[:] = 1
-    assert sample_digest(tensor, 1) != sample_digest(changed, 1)
+    assert sample_digest("w", tensor, 1) != sample_digest("w", changed, 1)
 
 
 def test_of_a_tensor_that_was_left_to_another_rank_there_is_no_sample():
-    assert sample_digest(torch.empty(3, device="meta"), 1) is None
+    assert sample_digest("w", torch.empty(3, device="meta"), 1) is None
+
+
+def freed() -> torch.Tensor:
+    """As FSDP1 frees a parameter: a view of a storage that has nothing any more."""
+    flat = torch.zeros(1000)
+    view = flat[100:200]
+    flat.untyped_storage().resize_(0)
+    return view
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        freed(),
+        torch.eye(3).to_sparse(),
+        torch.nn.parameter.UninitializedParameter(),
+        None,
+    ],
+)
+def test_what_cannot_be_digested_fails_no_save(tensor: torch.Tensor | None):
+    assert sample_digest("w", tensor, 1) is None
+
+
+def test_an_empty_tensor_inside_a_wrapper_has_a_digest():
+    made = TwoTensor(torch.zeros(0), torch.zeros(0))
+    assert sample_digest("w", made, 1) is not None

@@ -58,6 +58,15 @@ def test_hooks_of_dcp_are_kept_as_the_plan_that_they_gave():
     assert found.__get_tensor_shard__(MetadataIndex("rows", (0, 0))).tolist() == [[1.0] * 3]
 
 
+def test_buffers_of_modules_that_are_not_saved_are_no_matter():
+    module = torch.nn.Module()
+    module.mask = torch.nn.Buffer(torch.eye(2).to_sparse())
+    module.later = torch.nn.Buffer(torch.empty(2, device="meta"))
+    kept = SurvivorState({"step": 1})
+    kept.record(1)
+    assert kept.read() == {"step": 1}
+
+
 @pytest.mark.parametrize("size", [4, 2 * HEAVY_BYTES])
 def test_inner_tensors_of_wrappers_are_kept_and_watched(size: int):
     value = Stateful()

@@ -38,9 +38,8 @@ from tieredckpt.dcp.load.sharing import Piece, agreed, sharing
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
 from tieredckpt.dcp.load.tensors import SCRATCH_BYTES, Put, Region, SegmentReads
 from tieredckpt.dcp.load.wrappers import check_plain, piece_of, wrapped_reads
-from tieredckpt.dcp.slots.copy import check_storage
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM, Named, checked_target
-from tieredckpt.dcp.state.items import dtype_name
+from tieredckpt.dcp.state.items import check_storage, dtype_name
 from tieredckpt.dcp.state.metadata import Places, to_metadata
 from tieredckpt.dcp.state.per_rank_keys import parse_key
 from tieredckpt.errors import (

@@ -107,7 +107,8 @@ class Collective(SaveMode):
                 session, metadata, receipts, plans, partial(stored_items, session)
             )
             seen = session.names_seen.setdefault(stream, NamesSeen())
-            check_consistent(seen, ((each.rank, each.values) for each in receipts))
+            reported = ((each.rank, each.values) for each in receipts)
+            check_consistent(seen, reported, metadata.state_dict_metadata)
             manifest = session.history.begin_save(
                 stream,
                 receipts[0].step,

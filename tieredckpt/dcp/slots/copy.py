@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tieredckpt import failpoints
-from tieredckpt.dcp.state.items import check_kind, dtype_name
+from tieredckpt.dcp.state.items import check_storage, dtype_name
 from tieredckpt.errors import UsageError
 from tieredckpt.format.digest import DIGEST_BYTES, BlockDigests
 from tieredckpt.format.segment import encode_footer
@@ -129,31 +129,6 @@ def _checked(item: Item, tensor: torch.Tensor) -> torch.Tensor:
     if dtype_name(tensor.dtype) != item.dtype:
         raise UsageError(f"tensor {item.name!r} is {tensor.dtype} and its item {item.dtype}")
     return tensor
-
-
-def check_storage(name: str, tensor: torch.Tensor) -> None:
-    """Make sure that a tensor can be saved, and that its storage has all of its elements.
-
-    FSDP1 and ZeRO free a parameter by resizing its storage to nothing, but keep shape and strides;
-    a read would access foreign memory.
-
-    Raises:
-        UsageError: It has not, or as :func:`check_kind`.
-    """
-    check_kind(name, tensor)
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
-        return
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
-    there = tensor.untyped_storage().nbytes()
-    if needed > there:
-        raise UsageError(
-            f"tensor {name!r} needs {needed} bytes of storage and has {there}: it was freed or "
-            "resized (as FSDP1 and ZeRO do between uses); gather it, or leave it out of the state",
-            state_key=name,
-        )
 
 
 def _check_size(item: Item, size_bytes: int) -> None:

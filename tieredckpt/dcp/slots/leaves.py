@@ -18,19 +18,20 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint import planner_helpers
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tieredckpt.dcp.slots.copy import check_storage
-from tieredckpt.dcp.state.items import check_kind
-from tieredckpt.dcp.state.wrappers import CLASS_ERRORS, flatten, is_wrapper, plain_parts, unflatten
+from tieredckpt.dcp.state.items import check_kind, check_storage
+from tieredckpt.dcp.state.wrappers import CLASS_ERRORS, flatten, is_wrapper, unflatten
 from tieredckpt.errors import TierUnavailableError, UsageError
 
-_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_HOOKS = ("__create_write_items__", "__get_tensor_shard__")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_OF_TORCH = frozenset(("_is_param", "_is_buffer", "persistent"))
+"""Attributes that torch.nn sets; no plan depends on them."""
 _Path = tuple[object, ...]
 
 
@@ -60,20 +61,22 @@ def find_leaves(state: Mapping[str, Any]) -> list[Leaf]:
     leaves: list[Leaf] = []
 
     def visit(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
-        name = _name(path)
-        if has_own_plan(tensor):
+        name, plain = _name(path), is_plain(tensor)
+        if not plain and has_own_plan(tensor):
             for item, piece in _pieces_of(name, tensor):
                 check_storage(name, piece)
                 leaves.append(Leaf((path, "", *_facts(item)), piece.detach(), item))
             return tensor
-        check_kind(name, tensor)
+        if not plain:  # else it is checked as its own local tensor
+            check_kind(name, tensor)
         local = _local_of(tensor)
         if local is not None:
             placements = tensor.placements if isinstance(tensor, DTensor) else None
+            kind = None if plain else (type(tensor), type(local), *vars(tensor))
             for inner, part in _parts_of(name, local).items():
                 check_storage(f"{name} ({inner})" if inner else name, part)
                 shapes = (tuple(part.shape), tuple(tensor.shape))
-                leaves.append(Leaf((path, inner, *shapes, placements, part.dtype), part))
+                leaves.append(Leaf((path, inner, *shapes, placements, kind, part.dtype), part))
         return tensor
 
     _walk(state, (), visit, copying=False)
@@ -100,7 +103,7 @@ def rebuild(
 
 
 def check_plans(state: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
-    """Make sure that a copy of ``state`` would have its plan, and no byte of the original.
+    """Make sure that a copy of ``state`` would have its plan.
 
     Plain tensors are copied with all that their plan depends on. Other classes, and tensors with
     attributes, may have more than is known here: they are compared. Nothing is copied.
@@ -108,33 +111,23 @@ def check_plans(state: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
     Raises:
         UsageError: The copy of a tensor would have another plan; the message names it.
     """
-    placed = _by_path(leaves, [each.local for each in leaves])
+    # As copies are: a copy of a subclass's bytes is a plain tensor.
+    placed = _by_path(leaves, [each.local.as_subclass(torch.Tensor) for each in leaves])
 
     def visit(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
-        if not (isinstance(tensor, ShardedTensor) or is_plain(tensor)):
-            _check_plan(path, tensor, placed.get(path, []))
+        if isinstance(tensor, ShardedTensor) or is_plain(tensor):
+            return tensor
+        name = _name(path)
+        try:
+            items = planned(name, tensor)
+        except CLASS_ERRORS:
+            return tensor  # it has no plan; the planner's own error is the one to show
+        again = planned(name, _copy_of(path, tensor, placed.get(path, [])))
+        if [*map(_facts, items)] != [*map(_facts, again)]:
+            raise _not_copied(name, tensor, "its copy would have another plan")
         return tensor
 
     _walk(state, (), visit, copying=False)
-
-
-def _check_plan(path: _Path, tensor: torch.Tensor, placed: _Placed) -> None:
-    name = _name(path)
-    try:
-        items = planned(name, tensor)
-    except CLASS_ERRORS:
-        return  # it has no plan; the planner's own error is the one to show
-    empty = [(leaf, torch.empty(local.shape, dtype=local.dtype)) for leaf, local in placed]
-    copied = _copy_of(path, tensor, empty)
-    again = planned(name, copied)
-    memory = {each.untyped_storage().data_ptr() for _, each in empty}
-    with torch.no_grad():
-        shards = [find_tensor_shard(copied, item.index) for item in again]
-    parts = [part for shard in shards for part in plain_parts(shard) if part.numel()]
-    if [*map(_facts, items)] != [*map(_facts, again)] or any(
-        part.untyped_storage().data_ptr() not in memory for part in parts
-    ):
-        raise _not_copied(name, tensor, "its copy has another plan, or bytes of the original")
 
 
 def _not_copied(name: str, tensor: torch.Tensor, why: str) -> UsageError:
@@ -148,8 +141,8 @@ def _not_copied(name: str, tensor: torch.Tensor, why: str) -> UsageError:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its plan follows from its shape, or from its placements, in any release of torch."""
     if type(tensor) is DTensor:
-        return not vars(tensor) and is_plain(tensor._local_tensor)
-    return type(tensor) in _PLAIN and not vars(tensor)
+        return vars(tensor).keys() <= _OF_TORCH and is_plain(tensor._local_tensor)
+    return type(tensor) in _PLAIN and (not vars(tensor) or vars(tensor).keys() <= _OF_TORCH)
 
 
 def has_own_plan(tensor: torch.Tensor) -> bool:
@@ -202,18 +195,19 @@ def _pieces_of(name: str, tensor: torch.Tensor) -> list[tuple[WriteItem, torch.T
         UsageError: The hooks failed, or their plan and their pieces do not agree.
     """
     try:
+        items = planned(name, tensor)
         with torch.no_grad():
-            items = planned(name, tensor)
             found = [(item, find_tensor_shard(tensor, item.index)) for item in items]
-    except CLASS_ERRORS as error:
-        raise _not_copied(name, tensor, f"its hooks for DCP failed ({error})") from error
+    except Exception as error:  # a hook is the caller's code, and may raise anything
+        raise _not_copied(name, tensor, f"its hooks for DCP failed ({error!r})") from error
     for item, piece in found:
         data, shape = item.tensor_data, tuple(piece.shape)
         if data is None or item.index.fqn != name or is_traceable_wrapper_subclass(piece):
             raise _not_copied(name, tensor, "its hooks for DCP plan more than its plain pieces")
         if (shape, piece.dtype) != (tuple(data.chunk.sizes), data.properties.dtype):
             raise _not_copied(name, tensor, "its hooks for DCP give other shapes than they plan")
-    if len({item.index.offset for item in items}) < len(items):
+    places = [item.index.offset for item, piece in found if piece.numel()]
+    if len(set(places)) < len(places):
         raise _not_copied(name, tensor, "its hooks for DCP plan two pieces at one place")
     return found
 
@@ -234,14 +228,12 @@ class Pieces(torch.Tensor):
     def __create_write_items__(self, fqn: str, _tensor: object) -> list[WriteItem]:
         return [replace(each, index=replace(each.index, fqn=fqn)) for each in self.items]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [each.tensor_data.chunk for each in self.items if each.tensor_data is not None]
-
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for item, piece in zip(self.items, self.pieces, strict=True):
-            if item.index.offset == index.offset:
-                return piece
-        raise LookupError(f"{index.fqn!r} has no piece at {index.offset}")
+        pairs = zip(self.items, self.pieces, strict=True)
+        found = [piece for item, piece in pairs if item.index.offset == index.offset]
+        return max(
+            found, key=torch.Tensor.numel
+        )  # beside one with elements there may be empty ones
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(

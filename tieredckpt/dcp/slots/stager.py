@@ -211,8 +211,9 @@ class Stager:
                 self.last_bytes += local.nbytes
         step = stage.background_save.step
         if layout is not None and step is not None:
-            for number in map(layout.left.__getitem__, layout.turns.at(step)):
-                found[number].sample = sample_digest(leaves[number].local, step)
+            for name in layout.turns.at(step):
+                number = layout.left[name]
+                found[number].sample = sample_digest(name, leaves[number].local, step)
         return [found[number] for number in range(len(leaves))]
 
     def remember(self, stream: str, layout: StageLayout | None) -> None:
@@ -220,7 +221,8 @@ class Stager:
         with self._lock:
             self._on_trial = None
             if layout is not None:
-                self._layouts[stream] = layout
+                if layout != self._layouts.get(stream):  # else it keeps what it has derived
+                    self._layouts[stream] = layout
             else:
                 self._layouts.clear()
                 self._kept.clear()
@@ -288,4 +290,5 @@ def _private(local: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Ten
     fits = kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype)
     copied = kept if kept is not None and fits else torch.empty(local.shape, dtype=local.dtype)
     with torch.no_grad():
-        return copied.copy_(local)
+        copied.copy_(local)  # its result may be of the local tensor's class
+    return copied

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 import struct
 import warnings
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,10 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from tieredckpt.dcp.state.items import check_storage
 from tieredckpt.dcp.state.per_rank_keys import MARK, parse_key, read_leaf
 from tieredckpt.dcp.state.planner import safe_loads
-from tieredckpt.dcp.state.wrappers import plain_parts
+from tieredckpt.dcp.state.wrappers import CLASS_ERRORS, plain_parts
 from tieredckpt.errors import TieredCkptError, UsageError
 
 log = logging.getLogger(__name__)
@@ -106,18 +108,15 @@ def digests_to_compare(
     }
     new = items.keys() != seen.compared
     found = _value_digests(items.values(), planner, written, new=new)
-    tensors = [name for name, each in items.items() if each.type != WriteItemType.BYTE_IO]
+    tensors = {name: each for name, each in items.items() if each.type != WriteItemType.BYTE_IO}
     if new:
         seen.compared, seen.turns = frozenset(items), Turns(tensors)
-    chosen = dict.fromkeys(seen.turns.at(step))
-    if new:
-        small = (name for name in tensors if _bytes_of(items[name]) <= SAMPLE_BYTES)
-        chosen.update(dict.fromkeys(small))
     if getattr(planner, "dedup_save_to_lowest_rank", False):
-        chosen.clear()  # rank 0's are meant
+        return tuple(found)  # of tensors rank 0's are meant
+    small = [name for name, each in tensors.items() if _bytes_of(each) <= SAMPLE_BYTES]
+    chosen = dict.fromkeys([*seen.turns.at(step), *(small if new else ())])
     for name in [*chosen][: NAMES_MAX - len(found)]:
-        value = _resolve(planner, items[name])
-        digest = sample_digest(value, step) if isinstance(value, torch.Tensor) else None
+        digest = sample_digest(name, _resolve(planner, tensors[name]), step)
         if digest is not None:
             found.append((name, digest))
     return tuple(found)
@@ -151,32 +150,38 @@ def _value_digests(
 def _has_all_elements(item: WriteItem) -> bool:
     """Whether it is a tensor as a whole, so that other ranks may plan it, too."""
     data = item.tensor_data
-    return data is not None and data.chunk.sizes == data.size and bool(data.size.numel())
+    return data is not None and tuple(data.chunk.sizes) == tuple(data.size)
 
 
-def _bytes_of(item: WriteItem) -> int:
+def _bytes_of(item: WriteItem) -> float:
     data = item.tensor_data
-    return 0 if data is None else data.size.numel() * data.properties.dtype.itemsize
+    return 0 if data is None else math.prod(data.size) * data.properties.dtype.itemsize
 
 
-def sample_digest(tensor: torch.Tensor, step: int) -> bytes | None:
+def sample_digest(name: str, tensor: Any, step: int) -> bytes | None:
     """A digest of at most SAMPLE_BYTES of a tensor, at a place that the step decides.
 
     Returns:
-        16 bytes; None: the tensor was left to another rank, and no sample of it was taken.
+        16 bytes; None: the tensor was left to another rank and no sample of it was taken, or it
+        cannot be digested. That must not fail a save.
     """
     digest = xxhash.xxh3_128()
-    for part in plain_parts(tensor):
-        if part.is_meta:
-            return getattr(part, "sample", None)
-        digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-        sample = part.detach()
-        for dim, size in enumerate(part.shape):
-            count = max(1, SAMPLE_BYTES * size // sample.nbytes)
-            if count < size:
-                sample = sample.narrow(dim, _point(str(step)) % (size - count + 1), count)
-        plain = sample.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(plain.view(torch.uint8).cpu().numpy().data)
+    try:
+        for part in plain_parts(tensor):
+            if part.is_meta:
+                return getattr(part, "sample", None)
+            check_storage(name, part)
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            sample = part.detach()
+            for dim, size in enumerate(part.shape):
+                count = max(1, SAMPLE_BYTES * size // max(1, sample.nbytes))
+                if count < size:
+                    sample = sample.narrow(dim, _point(str(step)) % (size - count + 1), count)
+            plain = sample.resolve_conj().resolve_neg().contiguous().reshape(-1)
+            digest.update(plain.view(torch.uint8).cpu().numpy().data)
+    except (*CLASS_ERRORS, UsageError) as error:
+        log.debug("%r is not compared between ranks: %r", name, error)
+        return None
     return digest.digest()
 
 
@@ -198,7 +203,8 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> Any:
     A planner that renames in its global plan does not know the names of its local one.
     """
     try:
-        return planner.resolve_data(item)
+        with torch.no_grad():  # or a DTensor gives a view of its tensor
+            return planner.resolve_data(item)
     except TieredCkptError:
         raise
     except (LookupError, ValueError, AttributeError, AssertionError) as error:
@@ -238,8 +244,16 @@ def _check_not_inside(name: str, blob: memoryview) -> None:
         )
 
 
-def check_consistent(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -> None:
+def check_consistent(
+    seen: NamesSeen, reported: Iterable[tuple[int, Digests]], saved: Collection[str]
+) -> None:
     """Compare the digests that each rank reported. On the coordinator, before the commit.
+
+    Args:
+        seen: Of the stream.
+        reported: By rank.
+        saved: The names in the checkpoint, as a planner may rename in its global plan; empty: they
+            are not known.
 
     Raises:
         UsageError: Per-rank values of one coordinate differ between ranks.
@@ -248,7 +262,11 @@ def check_consistent(seen: NamesSeen, reported: Iterable[tuple[int, Digests]]) -
     for rank, digests in reported:
         for name, digest in digests:
             values.setdefault(name, {}).setdefault(digest, []).append(rank)
-    differing = {name: list(groups.values()) for name, groups in values.items() if len(groups) > 1}
+    differing = {
+        name: list(groups.values())
+        for name, groups in values.items()
+        if len(groups) > 1 and (not saved or name in saved)
+    }
     of_ranks = [name for name in differing if parse_key(name) is not None]
     if of_ranks:
         raise UsageError(

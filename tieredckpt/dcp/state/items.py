@@ -62,6 +62,31 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"tensor {name!r} {why}", state_key=name)
 
 
+def check_storage(name: str, tensor: torch.Tensor) -> None:
+    """Make sure that a tensor can be saved, and that its storage has all of its elements.
+
+    FSDP1 and ZeRO free a parameter by resizing its storage to nothing, but keep shape and strides;
+    a read would access foreign memory.
+
+    Raises:
+        UsageError: It has not, or as :func:`check_kind`.
+    """
+    check_kind(name, tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+        return
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    there = tensor.untyped_storage().nbytes()
+    if needed > there:
+        raise UsageError(
+            f"tensor {name!r} needs {needed} bytes of storage and has {there}: it was freed or "
+            "resized (as FSDP1 and ZeRO do between uses); gather it, or leave it out of the state",
+            state_key=name,
+        )
+
+
 def tensors_first(items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
     """Tensor items and bytes items, each in their order: that of the items in the segment."""
     tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
