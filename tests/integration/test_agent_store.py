@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.support.faults import eventually, state_of
 from tests.support.ports import hold_port
 from tests.support.preloaded import context
 from tests.support.tables import NAMESPACE, TableHosts
@@ -146,13 +147,15 @@ def test_closing_ends_requests_to_a_host_that_does_not_answer(
     store = make()
     key = key_of(store, 1)
     store.set(key, "x")
-    os.kill(hosts.hosts[1].agent.pid, signal.SIGSTOP)
+    pid = hosts.hosts[1].agent.pid
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: state_of(pid) == "T")  # until then a thread may answer
     threading.Timer(0.2, store.close).start()
     try:
         with pytest.raises(dist.DistStoreError, match=r"host h1: .*closed"):
             store.get(key)  # a time-out has another message
     finally:
-        os.kill(hosts.hosts[1].agent.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_value_that_is_too_large_is_refused(

@@ -198,7 +198,7 @@ def _pieces_of(name: str, tensor: torch.Tensor) -> list[tuple[WriteItem, torch.T
         items = planned(name, tensor)
         with torch.no_grad():
             found = [(item, find_tensor_shard(tensor, item.index)) for item in items]
-    except Exception as error:  # a hook is the caller's code, and may raise anything
+    except (*CLASS_ERRORS, StopIteration) as error:  # a hook is the caller's code
         raise _not_copied(name, tensor, f"its hooks for DCP failed ({error!r})") from error
     for item, piece in found:
         data, shape = item.tensor_data, tuple(piece.shape)
