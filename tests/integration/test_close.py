@@ -20,6 +20,7 @@ from tests.support.agent import FakeTrainer, spec_of, wait_until
 from tests.support.faults import ForkedAgent, state_of
 from tests.support.preloaded import context
 from tests.unit.agent.test_node import Host
+from tieredckpt.dcp.preemption import _AfterNotice
 from tieredckpt.engine import Engine
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.recovery import flush
@@ -219,6 +220,13 @@ def test_only_a_sigterm_that_would_end_the_process_raises():
         with raises_on_sigterm():
             pass
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        # The handler of an engine that was closed within 5 s of a notice, under a launcher.
+        kept = _AfterNotice(signal.SIG_DFL, time.monotonic())
+        signal.signal(signal.SIGTERM, kept)
+        assert not raised()
+        assert signal.getsignal(signal.SIGTERM) is kept
+        signal.signal(signal.SIGTERM, _AfterNotice(signal.SIG_DFL, time.monotonic() - 60))
+        assert raised()
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -231,8 +239,8 @@ class Direct:
     def __init__(self, host: Host) -> None:
         self._node = host.node
 
-    def call(self, request: m.Flush, namespace: Any, **limits: Any) -> m.Flushed:
-        return self._node.flush("run", request)
+    def call(self, request: Any, namespace: Any = None, **limits: Any) -> m.Flushed | None:
+        return self._node.flush("run", request) if isinstance(request, m.Flush) else None
 
     def progress(self, save_id: str, **more: Any) -> m.Progress:
         return self._node.progress("run", save_id, more["awaited"])

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from tests.support.pieces import InPieces
 from tests.support.states import blank, config, flip, same, save
 from tieredckpt.config.schema import load_config
 from tieredckpt.engine import Engine
-from tieredckpt.errors import IntegrityError, UsageError
+from tieredckpt.errors import IntegrityError, UsageError, WaitError
+from tieredckpt.export import imports
 from tieredckpt.export.export import Request, export_checkpoint
 from tieredckpt.export.imports import import_checkpoint
 from tieredckpt.export.source import Which
+from tieredckpt.recovery.flush import FlushReport, flush_and_wait
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -48,6 +51,22 @@ def stock_save(state: dict[str, Any], folder: Path, planner: Any = None) -> None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         dcp.save(state, checkpoint_id=folder, planner=planner, no_dist=True)
+
+
+def test_a_tier_that_does_not_get_it_fails_the_import(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def slow(client: Any, tier: str | None, deadline_s: float) -> FlushReport:
+        report = flush_and_wait(client, tier, deadline_s)
+        assert report.done
+        return replace(report, tiers=("disk", "s3"), errors={"s3": "step 1: not copied yet"})
+
+    monkeypatch.setattr(imports, "flush_and_wait", slow)
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    tier = {"name": "disk", "url": f"file://{tmp_path}/disk"}
+    settings = load_config(config(runtime_dir, tiers=[tier]), {})
+    with pytest.raises(WaitError, match=r"in memory, and not in every tier yet \(s3: step 1: not"):
+        import_checkpoint(settings, tmp_path / "source", 1, "default")
 
 
 @pytest.mark.parametrize("kind", ["pieces", pytest.param("torch", marks=pytest.mark.full)])

@@ -267,7 +267,6 @@ def _reach(namespace: Namespace, worker: TierWorker, saves: list[Manifest]) -> R
         tier=worker.spec.name,
         outlives_host=worker.spec.scope == "shared",
         available=worker.catalog is not None,
-        failing=worker.error is not None and active is None,
         remaining_bytes=size,
         bytes_per_s=counts.bytes / counts.seconds if counts.bytes and counts.seconds else None,
         due=any(worker.spec.name in namespace.giving_up.destinations(each) for each in saves),

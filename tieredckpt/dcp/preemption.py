@@ -267,16 +267,20 @@ class Leaving:
         return True
 
     def close(self) -> None:
-        """Put the handlers back, unless others were installed since, or the launcher's copy of a
-        notice may still come. Idempotent.
+        """Put the handlers back, unless others were installed since. Idempotent.
+
+        The launcher's copy of a notice may still come; it is ignored.
         """
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True  # a handler that cannot be removed only chains from now on
         if threading.current_thread() is threading.main_thread():
             for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._handle and not self._is_same_notice(number):
-                    signal.signal(number, _live(previous, number))
+                if signal.getsignal(number) == self._handle:
+                    handler = _live(previous, number)
+                    if self._is_same_notice(number):
+                        handler = _AfterNotice(handler, self._came_s[number])
+                    signal.signal(number, handler)
             self._restore_wakeup()
         self._wake_thread(_END)
         if self._thread is not None:
@@ -310,6 +314,22 @@ def _live(handler: Any, number: int) -> Any:
     while getattr(handler, "__func__", None) is Leaving._handle and handler.__self__._closed:
         handler = handler.__self__._previous[number]
     return handler
+
+
+class _AfterNotice:
+    """A handler that ignores the launcher's copy of a notice, and then acts as the one before."""
+
+    def __init__(self, stands_for: Any, came_s: float) -> None:
+        self.stands_for = stands_for
+        self._came_s, self._pid = came_s, os.getpid()
+
+    def is_same_notice(self) -> bool:
+        late_s = time.monotonic() - self._came_s
+        return late_s < SAME_NOTICE_S and os.getpid() == self._pid
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_same_notice():
+            _as_before(self.stands_for, number, frame)
 
 
 def _as_before(

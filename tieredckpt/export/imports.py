@@ -119,7 +119,7 @@ def import_checkpoint(
             save_id=report.save_id,
             keys=keys,
             bytes=report.bytes_written,
-            tier=_flush(session, step, stream, timeout_s) if config.tiers else None,
+            tier=_flush(session, step, timeout_s) if config.tiers else None,
             seconds=time.perf_counter() - begun_s,
         )
     finally:
@@ -141,13 +141,13 @@ def _save(writer: Writer, state: dict[str, Any], planner: SavePlanner, source: P
     return len(found.state_dict_metadata)
 
 
-def _flush(session: Session, step: int, stream: str, timeout_s: float) -> str:
-    """Copy the checkpoint to the tiers, and return one that holds it. Raises WaitError."""
+def _flush(session: Session, step: int, timeout_s: float) -> str:
+    """Copy the checkpoint to the tiers, and return the surest one. Raises WaitError."""
     flushed = flush_and_wait(session.client, None, timeout_s)
-    if flushed.levels[stream] != "done":
-        why = flushed.errors[flushed.tier]
+    if flushed.errors:
+        why = "; ".join(f"{tier}: {why}" for tier, why in flushed.errors.items())
         raise WaitError(
-            f"step {step} is committed in memory, and not in {flushed.tier} yet: {why}; the agent "
+            f"step {step} is committed in memory, and not in every tier yet ({why}); the agent "
             "goes on copying it (`tieredckpt status`)",
             reason="timeout",
         )

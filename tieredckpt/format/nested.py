@@ -41,7 +41,7 @@ class Real(NamedTuple):
 
 
 def nested_of(state: Mapping[Any, Any]) -> bytes:
-    """The table of ``state``; empty if the names have all, or if it is too large."""
+    """The table of ``state``, or the part of it that fits; empty if the names have all."""
     table: Nested = {}
     todo: list[tuple[Path, Any]] = [((), state)]
     nests: dict[type, bool] = {}
@@ -73,10 +73,15 @@ def _is_key(key: object) -> bool:
 
 
 def _encode(table: Nested, limit: int) -> bytes:
-    try:
-        return encode_plain(table, limit=limit) if table else b""
-    except UsageError:
-        return b""
+    """Of a table that is too large, the dicts with the fewest keys."""
+    sizes = {path: len(keys) if isinstance(keys, dict) else 0 for path, keys in table.items()}
+    left = sorted(table, key=sizes.__getitem__)
+    while left:
+        try:
+            return encode_plain({path: table[path] for path in left}, limit=limit)
+        except UsageError:
+            left = left[: len(left) * 3 // 4]
+    return b""
 
 
 def decode_nested(data: bytes) -> Nested:
@@ -86,6 +91,7 @@ def decode_nested(data: bytes) -> Nested:
         isinstance(path, tuple)
         and _is_key(path)
         and (keys is True or (isinstance(keys, dict) and _is_key(tuple(keys.values()))))
+        and (path or keys)
         for path, keys in table.items()
     ):
         raise IntegrityError("the table of a nested state's keys is malformed")
@@ -93,7 +99,7 @@ def decode_nested(data: bytes) -> Nested:
 
 
 def merge_nested(parts: Iterable[bytes]) -> bytes:
-    """One table of the ranks', in rank order. Of a dict that several have, the first keys count.
+    """One table of the ranks', each of which may have own keys of a dict; the first rank's count.
 
     Raises:
         IntegrityError: One is malformed.
@@ -101,7 +107,9 @@ def merge_nested(parts: Iterable[bytes]) -> bytes:
     table: Nested = {}
     for part in dict.fromkeys(parts):
         for path, keys in decode_nested(part).items():
-            table[path] = table.get(path) or keys
+            known = table.get(path, {})
+            both = isinstance(known, dict) and isinstance(keys, dict)
+            table[path] = keys | known if both else known or keys
     return _encode(table, NESTED_BYTES_MAX)
 
 

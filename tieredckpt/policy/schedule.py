@@ -28,7 +28,6 @@ from tieredckpt.policy.history import candidates
 SHARE_MAX_S = 60.0
 """A tier that fails is waited for no longer, once another one holds everything."""
 _OVER = frozenset(("done", "failed", "superseded"))
-_TOO_SLOW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +199,6 @@ class Reachable:
     """Of this host: what is being copied now, and what is then to be copied; 0: it is there."""
     bytes_per_s: float | None
     """Measured; None: nothing was copied yet."""
-    failing: bool = False
-    """It has answered, but the last thing that was tried there failed."""
     due: bool = False
     """The newest checkpoint of a stream is to go there in any case."""
 
@@ -213,52 +210,27 @@ class Reachable:
         return self.remaining_bytes / self.bytes_per_s if self.bytes_per_s else None
 
 
-def choose_tier(tiers: Sequence[Reachable], left_s: float | None) -> Reachable | None:
-    """The tier to bring the newest checkpoint to; None: there is none that answers.
-
-    Of those that can be reached in time, one that outlives the host before one that does not, and
-    the nearest of several. Where a speed is not known, it comes after those that are known to be
-    reached. If none can be reached, the one that takes the shortest time. What fails at this moment
-    comes after all others: it may be over soon, and there may be nothing else.
-
-    Args:
-        tiers: The nearest first.
-        left_s: Seconds; None: as long as it takes.
-    """
-    found = [each for each in tiers if each.available]
-    # The first of equals is the nearest.
-    return min(found, key=lambda each: _rank(each, left_s), default=None)
-
-
-def _rank(each: Reachable, left_s: float | None) -> tuple[int, bool, float]:
-    estimate = each.estimate_s
-    if each.failing:
-        return (3, not each.outlives_host, 0.0)
-    if estimate is None:
-        return (1 if left_s is not None else 0, not each.outlives_host, 0.0)
-    if left_s is None or estimate <= left_s:
-        return (0, not each.outlives_host, 0.0)
-    return (_TOO_SLOW, False, estimate)
-
-
 def tiers_to_fill(tiers: Sequence[Reachable], left_s: float | None) -> tuple[Reachable, ...]:
     """The tiers that a flush fills, the surest first: those of this host, then those that outlive
     it, each in the order of ``tiers``; empty: none answers.
 
-    All but those in which it is not due and that are known to take longer than ``left_s``. What
-    fails is among them: it may be over soon, and the report is to name it. If all take longer,
-    that of :func:`choose_tier`.
+    All but those in which it is not due and that are known to take longer than ``left_s``; if no
+    other one answers, the one that takes the shortest time. What fails, or does not answer, is
+    among them: that may be over soon, and the report is to name it.
 
     Args:
         tiers: The nearest first.
         left_s: Seconds; None: as long as it takes.
     """
-    chosen = choose_tier(tiers, left_s)
-    if chosen is None:
+    estimates_s = {each.tier: each.estimate_s or 0.0 for each in tiers}
+    limit_s = math.inf if left_s is None else left_s
+    found = [each for each in tiers if each.due or estimates_s[each.tier] <= limit_s]
+    answering = [each for each in tiers if each.available]
+    if not answering:
         return ()
-    slow = [each for each in tiers if _rank(each, left_s)[0] == _TOO_SLOW]
-    found = [each for each in tiers if each is chosen or each.due or each not in slow]
-    return tuple(sorted(found, key=lambda each: each.outlives_host))
+    if not any(each.available for each in found):
+        found.append(min(answering, key=lambda each: estimates_s[each.tier]))
+    return tuple(sorted(found, key=lambda each: (each.outlives_host, tiers.index(each))))
 
 
 def ends_flush(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from tieredckpt.errors import NotFoundError, TieredCkptError, UsageError
+from tieredckpt.errors import NotFoundError, UsageError
 from tieredckpt.policy.schedule import ends_flush
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.messages.agent import AskTroubles, Flush, FlushedSave, Level
@@ -70,17 +70,23 @@ class Terminated(BaseException):
 def raises_on_sigterm() -> Iterator[None]:
     """Within it SIGTERM raises Terminated, if it would end this process there and then.
 
+    A handler that acts as another one has it in ``stands_for``; while its ``is_same_notice()`` is
+    true, the signal is ignored.
+
     A wait then ends at once. The caller reports it, and ends the process by that signal. A second
     SIGTERM ends it, too. Changes nothing outside of the main thread, where Python handles signals.
     """
+    handler = signal.getsignal(signal.SIGTERM)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if not is_main or getattr(handler, "stands_for", handler) is not signal.SIG_DFL:
         yield
         return
     came = False
 
     def terminate(number: int, frame: FrameType | None) -> None:
         nonlocal came
+        if callable(handler) and handler.is_same_notice():  # type: ignore[attr-defined]
+            return
         came = True
         signal.signal(number, signal.SIG_DFL)
         raise Terminated
@@ -89,7 +95,7 @@ def raises_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if came else handler)
     if came:  # within a destructor, for example, from which nothing is raised
         raise Terminated
 
@@ -109,9 +115,11 @@ def flush_and_wait(
     on_report: Callable[[FlushReport], object] = lambda report: None,
     while_moving: bool = False,
 ) -> FlushReport:
-    """Flush, and return when it has ended or ``deadline_s`` has passed; ``while_moving``: also when
-    no bytes move. ``tier``: None for all that are not too slow; one of them that fails is
-    waited for as :func:`tieredckpt.policy.schedule.ends_flush` decides.
+    """Flush, and return when it has ended or ``deadline_s`` has passed.
+
+    ``tier``: None for all that are not too slow; one of them that fails is waited for as
+    :func:`tieredckpt.policy.schedule.ends_flush` decides. ``while_moving``: none is too slow, it
+    also returns when no bytes move, and no agent is started.
 
     Calls ``on_report`` after each poll. Raises as :func:`tieredckpt.agent.status.flush`, and
     AgentError if the agent stops answering until ``deadline_s`` (or the client's own deadline, if
@@ -123,9 +131,11 @@ def flush_and_wait(
     def left_s() -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began_s))
 
+    if while_moving:  # one that is stopped is asked once
+        client.call(AskTroubles(), within_s=min(QUIET_S, left_s() or 0.0), revive=False)
     # Before the request: a small checkpoint may be copied before the reply comes.
     totals = _spilled(client, namespace, left_s(), revive=not while_moving)
-    request = Flush(tier=tier or "", left_s=deadline_s)
+    request = Flush(tier=tier or "", left_s=None if while_moving else deadline_s)
     asked = client.call(request, namespace, within_s=left_s(), revive=not while_moving)
     copied, pause_s, moved_s = 0, POLL_S, time.monotonic()
     levels: dict[str, dict[str, Level]] = {name: {} for name in asked.tiers}
@@ -202,35 +212,6 @@ def _level(
         # It was scheduled at the request, so it is not waited for any more.
         return "superseded", f"it is neither in {tier} any more nor scheduled for it", None
     return level, found.errors.get(tier), found.quiet_s.get(tier)
-
-
-def bring_to_tiers(
-    client: AgentClient, tiers: Sequence[str], limit_s: float
-) -> Iterator[tuple[str, str]]:
-    """Copy the newest checkpoint of each stream to all ``tiers``, the nearest first.
-
-    Waits ``limit_s`` at most, for each tier while bytes move; without time only asks what is there.
-    The agent goes on afterwards.
-
-    Yields:
-        Each tier, and why it does not hold all of them; empty: it does.
-
-    Raises AgentError: No agent answers.
-    """
-    until_s = time.monotonic() + limit_s
-    # No agent is started for this, and one that is stopped is asked once.
-    client.call(AskTroubles(), within_s=min(limit_s, QUIET_S), revive=False)
-    for tier in tiers[1:]:  # at the same time as the first one
-        with contextlib.suppress(TieredCkptError):
-            left_s = min(QUIET_S, max(0.0, until_s - time.monotonic()))
-            client.call(Flush(tier=tier, left_s=0.0), within_s=left_s, revive=False)
-    for tier in tiers:
-        left_s = max(0.0, until_s - time.monotonic())
-        try:
-            errors = flush_and_wait(client, tier, left_s, while_moving=True).errors
-        except TieredCkptError as error:
-            errors = {tier: str(error)}
-        yield tier, errors.get(tier, "")
 
 
 def _spilled(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tieredckpt.policy.schedule import (
     SHARE_MAX_S,
     Reachable,
-    choose_tier,
     ends_flush,
     tiers_to_fill,
 )
@@ -22,7 +21,6 @@ _tiers = st.lists(
         available=st.booleans(),
         remaining_bytes=st.integers(0, 100),
         bytes_per_s=st.none() | st.integers(1, 20).map(float),
-        failing=st.booleans(),
         due=st.booleans(),
     ),
     unique_by=lambda each: each.tier,
@@ -31,61 +29,24 @@ _tiers = st.lists(
 _left = st.none() | st.floats(0, 100)
 
 
-def fits(each: Reachable, left_s: float | None) -> bool:
-    return each.estimate_s is not None and (left_s is None or each.estimate_s <= left_s)
-
-
-@given(_tiers, _left)
-def test_what_answers_is_chosen_if_anything_does(tiers: list[Reachable], left_s: float | None):
-    chosen = choose_tier(tiers, left_s)
-    assert (chosen is None) == (not any(each.available for each in tiers))
-    assert chosen is None or (chosen.available and chosen in tiers)
-
-
-@given(_tiers, st.floats(0, 100))
-def test_one_that_can_be_reached_is_preferred_and_then_one_that_stays(
-    tiers: list[Reachable], left_s: float
-):
-    reached = [e for e in tiers if e.available and not e.failing and fits(e, left_s)]
-    chosen = choose_tier(tiers, left_s)
-    if reached:
-        assert chosen in reached
-        assert chosen is not None
-        best = [e for e in reached if e.outlives_host == any(r.outlives_host for r in reached)]
-        assert chosen == best[0]
-
-
-@given(_tiers, st.floats(0, 100))
-def test_if_none_can_be_reached_the_shortest_is_tried(tiers: list[Reachable], left_s: float):
-    found = [each for each in tiers if each.available and not each.failing]
-    known = [each.estimate_s for each in found]
-    if found and all(each is not None and each > left_s for each in known):
-        chosen = choose_tier(tiers, left_s)
-        assert chosen is not None
-        assert chosen.estimate_s == min(each for each in known if each is not None)
-
-
-@given(_tiers, _left)
-def test_what_fails_is_the_last_resort(tiers: list[Reachable], left_s: float | None):
-    chosen = choose_tier(tiers, left_s)
-    if chosen is not None and chosen.failing:
-        assert all(each.failing for each in tiers if each.available)
+def is_slow(each: Reachable, left_s: float | None) -> bool:
+    known = each.estimate_s is not None and left_s is not None
+    return known and each.estimate_s > left_s and not each.due
 
 
 @given(_tiers, _left)
 def test_a_flush_fills_all_but_what_is_too_slow(tiers: list[Reachable], left_s: float | None):
     filled = tiers_to_fill(tiers, left_s)
-    chosen = choose_tier(tiers, left_s)
-    if chosen is None:
+    answering = [each for each in tiers if each.available]
+    if not answering:
         assert filled == ()
         return
-    assert chosen in filled
-    slow = [e for e in tiers if not e.failing and e.estimate_s is not None and not fits(e, left_s)]
-    assert [e for e in tiers if e.due or e not in slow or e is chosen] == [
-        e for e in tiers if e in filled
-    ]
-    if chosen in slow:  # there is nothing better that answers
-        assert all(e in slow or e.failing or not e.available for e in tiers)
+    wanted = [each for each in tiers if not is_slow(each, left_s)]
+    if not any(each.available for each in wanted):
+        (last,) = [each for each in filled if each not in wanted]
+        assert last.estimate_s == min(each.estimate_s for each in answering)
+        wanted.append(last)
+    assert sorted(each.tier for each in wanted) == sorted(each.tier for each in filled)
     # The surest first, and the nearest of equals.
     assert filled == tuple(
         e for shared in (False, True) for e in tiers if e in filled and e.outlives_host is shared

@@ -45,7 +45,10 @@ def test_the_table_is_bounded():
     itself: dict[Any, Any] = {0: 1}
     itself["a"] = [itself]
     assert nested_of(itself) == b""
-    assert nested_of({"a": {str(n): {} for n in range(10_000)}}) == b""
+    large = {"a": {(0, n): 1 for n in range(10_000)}, "optim": {"state": {}, "seen": {0: 1}}}
+    assert decode_nested(nested_of(large)) == {("optim", "state"): {}, ("optim", "seen"): True}
+    many = nested_of({"a": {str(n): {} for n in range(10_000)}})
+    assert 0 < len(many) <= OF_RANK_BYTES_MAX
     numbers = nested_of({"optim": {"state": dict.fromkeys(range(100_000), 0)}})
     assert 0 < len(numbers) < 100 < OF_RANK_BYTES_MAX
 
@@ -56,6 +59,10 @@ def test_of_several_ranks():
     assert decode_nested(merge_nested([b"", one, other, one])) == {
         ("a",): True, ("b",): True, ("c",): {"None": None}, ("d",): {}
     }  # fmt: skip
+    experts = [nested_of({"experts": {(0, n): 1, "x": 1}}) for n in range(3)]
+    assert decode_nested(merge_nested(experts)) == {
+        ("experts",): {f"(0, {n})": (0, n) for n in range(3)}
+    }
     assert merge_nested([one, one, b""]) == one
     assert merge_nested([b"", b""]) == b""
 
@@ -71,7 +78,16 @@ def test_a_path_gets_its_keys_back():
 
 @pytest.mark.parametrize(
     "table",
-    [1, [], {"a": True}, {("a",): 1}, {("a",): (1,)}, {("a",): {"1": [1]}}, {(b"a",): True}],
+    [
+        1,
+        [],
+        {"a": True},
+        {("a",): 1},
+        {("a",): (1,)},
+        {("a",): {"1": [1]}},
+        {(b"a",): True},
+        {(): {}},
+    ],
 )
 def test_malformed_tables_are_refused(table: Any):
     with pytest.raises(IntegrityError):

@@ -184,7 +184,7 @@ def _some(names: list[str]) -> str:
 @click.argument("source", type=click.Path(path_type=Path, exists=True))
 @click.option("--step", type=click.IntRange(min=0), required=True, help="Of the checkpoint.")
 @click.option(
-    "--timeout", default="1 h", show_default=True, metavar="DURATION", help="For the tier's copy."
+    "--timeout", default="1 h", show_default=True, metavar="DURATION", help="For the tiers' copies."
 )
 @_STREAM
 @namespace_options
@@ -193,7 +193,8 @@ def import_(place: Place, source: Path, step: int, timeout: str, stream: str) ->
 
     SOURCE is a folder that stock DCP wrote, or a file of torch.save. Nothing in it is executed: a
     file with other types than torch.load(weights_only=True) accepts is refused. The checkpoint is
-    copied to the nearest tier that outlives this host; starts this host's agent if none runs.
+    copied to the tiers, and the command fails if one does not get it in time; the agent goes on.
+    Starts this host's agent if none runs.
 
     \b
     Examples:

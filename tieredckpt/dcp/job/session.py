@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,7 +21,12 @@ from tieredckpt.dcp.slots.background_saves import BackgroundSaves
 from tieredckpt.dcp.slots.stager import Stager
 from tieredckpt.dcp.state.plan_caches import PlanCaches
 from tieredckpt.errors import TieredCkptError, UsageError, WaitError
-from tieredckpt.recovery.flush import Terminated, bring_to_tiers, raises_on_sigterm
+from tieredckpt.recovery.flush import (
+    FlushReport,
+    Terminated,
+    flush_and_wait,
+    raises_on_sigterm,
+)
 from tieredckpt.recovery.folders import READ_ONLY
 from tieredckpt.recovery.other_hosts import OtherHosts
 
@@ -201,9 +207,8 @@ class Session(Writing):
         A SIGTERM that would end the process ends it after the warning, not in the middle.
         """
         flush_s = self.config.close.flush_s
-        tiers = [tier.name for tier in self.config.tiers]
         saved = self.last_save
-        if saved is None or self.ranks.local_rank != 0 or not tiers or not flush_s:
+        if saved is None or self.ranks.local_rank != 0 or not (self.config.tiers and flush_s):
             return
         if sys.exc_info()[0] is not None:
             # It unwinds: its report must not wait, and a restart follows.
@@ -213,18 +218,23 @@ class Session(Writing):
                 saved.step,
             )
             return
-        found: dict[str, str] = {}
+        reports: deque[FlushReport] = deque(maxlen=1)
         missing, terminated = [], False
         try:
             with raises_on_sigterm():
-                found.update(bring_to_tiers(self.client, tiers, min(limit_s, flush_s)))
+                flush_and_wait(
+                    self.client, None, min(limit_s, flush_s), on_report=reports.append,
+                    while_moving=True,
+                )  # fmt: skip
         except (TieredCkptError, OSError) as error:
             missing = [str(error)]
         except Terminated:
             missing, terminated = ["SIGTERM ended the wait for the rest"], True
-        missing = [*(f"tier {tier}: {why}" for tier, why in found.items() if why), *missing]
+        for last in reports:
+            missing = [*(f"tier {tier}: {why}" for tier, why in last.errors.items()), *missing]
         if missing:
-            places = "".join(f" and in tier {tier}" for tier, why in found.items() if not why)
+            there = [tier for last in reports for tier in last.tiers if tier not in last.errors]
+            places = "".join(f" and in tier {tier}" for tier in there)
             log.warning(
                 "the newest checkpoint (last saved: step %d) is in the memory of host %s%s, but "
                 "not in every tier: %s. A running agent goes on copying (close.flush)",

@@ -119,8 +119,9 @@ class EngineStorage(MemoryStorage):
         if options.pop("no_dist", False):
             super().load(state, step, stream, no_dist=True, **options)  # it has no such option
             return
-        # Scenarios load parts of what they saved, and older steps.
-        options |= {"strict": False, "abandon_newer": True, "again": True}
+        options["strict"] = False  # scenarios load parts of what they saved, and older steps
+        older = any(each.step > step for each in self.engine.checkpoints(stream))
+        options["abandon_newer"] = options["again"] = older
         loaded = self.engine.load(state, step=step, stream=stream, **options)
         assert loaded == step
 
