@@ -154,11 +154,8 @@ def flush_and_wait(
                 works_s[name] = time.monotonic()
                 if quiet_s < (WRITE_OUT_S if level == "active" else QUIET_S):
                     moved_s = works_s[name]
-        now = _spilled(client, namespace, left_s(), revive=not while_moving)
-        for name in asked.tiers:
-            then, totals[name] = totals.get(name, 0), now.get(name, 0)
-            # An agent that was restarted meanwhile counts from 0 again.
-            copied += totals[name] - (then if totals[name] >= then else 0)
+        before, totals = totals, _spilled(client, namespace, left_s(), revive=not while_moving)
+        copied += sum(_grown(before.get(name, 0), totals.get(name, 0)) for name in asked.tiers)
         errors = {
             name: "; ".join(reasons[name, stream] for stream, at in found.items() if at != "done")
             for name, found in levels.items()
@@ -176,12 +173,11 @@ def flush_and_wait(
             seconds=time.monotonic() - began_s,
         )
         on_report(report)
-        failing_s = {name: time.monotonic() - at_s for name, at_s in works_s.items()}
-        if ends_flush(levels, failing_s, deadline_s):
-            return report
-        if deadline_s is not None and report.seconds >= deadline_s:
-            return report
-        if while_moving and time.monotonic() - moved_s >= QUIET_S:
+        now_s = time.monotonic()
+        failing_s = {name: now_s - at_s for name, at_s in works_s.items()}
+        late = deadline_s is not None and report.seconds >= deadline_s
+        quiet = while_moving and now_s - moved_s >= QUIET_S
+        if late or quiet or ends_flush(levels, failing_s, deadline_s):
             return report
         time.sleep(pause_s if deadline_s is None else min(pause_s, left_s() or 0.0))
         pause_s = min(2 * pause_s, POLL_MAX_S)
@@ -212,6 +208,11 @@ def _level(
         # It was scheduled at the request, so it is not waited for any more.
         return "superseded", f"it is neither in {tier} any more nor scheduled for it", None
     return level, found.errors.get(tier), found.quiet_s.get(tier)
+
+
+def _grown(before: int, now: int) -> int:
+    """How much was counted since; an agent that was restarted meanwhile counts from 0 again."""
+    return now - before if now >= before else now
 
 
 def _spilled(
