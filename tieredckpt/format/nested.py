@@ -78,7 +78,8 @@ def _encode(table: Nested, limit: int) -> bytes:
     left = sorted(table, key=sizes.__getitem__)
     while left:
         try:
-            return encode_plain({path: table[path] for path in left}, limit=limit)
+            kept = set(left)
+            return encode_plain({at: table[at] for at in table if at in kept}, limit=limit)
         except UsageError:
             left = left[: len(left) * 3 // 4]
     return b""

@@ -259,8 +259,6 @@ class GivingUp:
         Raises CapacityError or TierUnavailableError: It could not be noted.
         """
         tier = worker.spec.name
-        if worker.outcome(manifest.save_id).level != "done":
-            worker.enqueue(manifest, urgent=True)
         records = self._keeping.records_of(manifest.save_id)
         dropped = tuple(r.id for r in records if r.kind == "dropped" and r.text == tier)
         said = {old for r in records if r.kind == "spill" and r.text == tier for old in r.segments}
@@ -268,6 +266,9 @@ class GivingUp:
         if not asked or not said.issuperset(dropped):
             # Also where it is here already: other hosts have their parts to bring, and first.
             self.say("spill", manifest.stream, manifest.save_id, tier, dropped)
+        # After the record: what fails at once and is destined for no tier counts as shed.
+        if worker.outcome(manifest.save_id).level != "done":
+            worker.enqueue(manifest, urgent=True)
 
     def heard(self, records: Sequence[SaveRecord]) -> None:
         """Other hosts said where checkpoints go, or go no more. No lock is held."""
