@@ -62,7 +62,7 @@ _DTYPES = {
         "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "int8", "uint8",
     ),
     2: ("bfloat16", "bits16", "float16", "int16", "uint16"),
-    4: ("complex32", "float32", "int32", "uint32"),
+    4: ("bcomplex32", "complex32", "float32", "int32", "uint32"),
     8: ("complex64", "float64", "int64", "uint64"),
     16: ("complex128",),
 }  # fmt: skip

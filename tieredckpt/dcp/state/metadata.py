@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,12 +47,12 @@ MAX_PLAIN_BYTES = 256 << 20
 _METADATA_FIELDS = frozenset(
     ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 )
+_PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 _KNOWN_FIELDS: dict[type, frozenset[str]] = {
     TensorStorageMetadata: frozenset(("properties", "size", "chunks")),
     BytesStorageMetadata: frozenset(),
-    TensorProperties: frozenset(
-        ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
-    ),
+    # Strides (since torch 2.15) are those of one rank's piece, and are not kept.
+    TensorProperties: frozenset((*_PROPERTIES, "strides")),
     ChunkStorageMetadata: frozenset(("offsets", "sizes")),
 }
 
@@ -293,7 +294,7 @@ def _extras(metadata: Metadata) -> dict[Any, Any]:
                 state_key=path[0],
             )
         attributes = vars(part)
-        if len(attributes) > len(known):
+        if not attributes.keys() <= known:
             found[path] = {key: value for key, value in attributes.items() if key not in known}
     return found
 
@@ -414,16 +415,20 @@ def same_plain(one: object, other: object) -> bool:
 _COMPARABLE = (str, bytes, int, float, complex, torch.dtype, torch.layout, torch.memory_format)
 
 
+_properties_of = operator.attrgetter(*_PROPERTIES)
+
+
 def _same_tensor(one: TensorStorageMetadata, other: TensorStorageMetadata) -> bool:
     # By their dicts: several times faster than the dataclasses' own ==, and extra attributes show.
-    mine, theirs = vars(one.properties), vars(other.properties)
+    mine, theirs = one.properties, other.properties
     return (
         one.size == other.size
-        and mine == theirs
+        and _properties_of(mine) == _properties_of(theirs)
         and len(one.chunks) == len(other.chunks)
         and all(vars(a) == vars(b) for a, b in zip(one.chunks, other.chunks, strict=True))
         and len(vars(one)) == len(vars(other)) == 3
-        and len(mine) == 5
+        and vars(mine).keys() <= _KNOWN_FIELDS[TensorProperties]
+        and vars(theirs).keys() <= _KNOWN_FIELDS[TensorProperties]
         and all(len(vars(chunk)) == 2 for chunk in one.chunks)
     )
 
