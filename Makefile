@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-all test-nightly bench bench-live lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-torch test-all test-nightly bench bench-live lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
@@ -20,6 +20,7 @@ help:
 	@echo "make demo-s3       lose memory and disk, recover from a bucket on a real S3 server (1 minute)"
 	@echo "make check         style, types, unit and property tests: before each commit (2 minutes)"
 	@echo "make test          each promise, by its cheapest test: before a push (6 minutes)"
+	@echo "make test-torch    the tests that depend on torch with another release: TORCH=2.14.1"
 	@echo "make test-all      all tests except the nightly ones: once before a change is finished (20 minutes)"
 	@echo "make test-nightly  all tests, with the long fuzz and fault sweeps (hours)"
 	@echo "make bench         measure against the limits of this machine"
@@ -71,6 +72,31 @@ check: $(STAMP)
 test: $(STAMP)
 	@$(PYTEST) $(GATE) $(PYTEST_ARGS)
 
+# Another release of torch, which often comes as a CUDA build of 6 GB: one at a time, and removed
+# afterwards. Frameworks that do not import with it are skipped, by name.
+TORCH_VENV := .venv-torch
+TORCH_TESTS = conformance/test_dcp.py unit/dcp unit/live unit/export unit/data \
+  unit/format/test_segment.py property/dcp property/live $(addprefix integration/test_, \
+  live*.py async*.py data*.py examples*.py export.py import.py frameworks*.py save_load.py \
+  wrappers.py ranks.py plan*.py per_rank.py groups.py streams.py shared_targets.py narrowing.py \
+  loader_workers.py gathered_saves.py forks.py tutorial.py failed_saves.py local_copies.py \
+  remote_load.py)
+test-torch: export PIP_CONSTRAINT = /dev/null
+test-torch:
+	@test -n "$(TORCH)" || { echo "name a release: make test-torch TORCH=2.14.1"; exit 1; }
+	@trap 'rm -rf $(TORCH_VENV)' EXIT; rm -rf $(TORCH_VENV); $(PYTHON) -m venv $(TORCH_VENV); \
+	echo "installing torch $(TORCH) into $(TORCH_VENV) (minutes)"; \
+	grep -vE '^torch(ao)?==' constraints.txt > $(TORCH_VENV)/constraints.txt; \
+	echo 'torch==$(TORCH)' >> $(TORCH_VENV)/constraints.txt; \
+	bare() { $(TORCH_VENV)/bin/python -m pip --disable-pip-version-check install -q --progress-bar off "$$@"; }; \
+	pip() { bare -c $(TORCH_VENV)/constraints.txt "$$@"; }; \
+	pip setuptools; pip --no-build-isolation -e '.[plot,s3,fsspec,dev]'; pip --no-deps torchtitan; \
+	bare --no-deps --require-hashes -r tests/s3-server.txt; \
+	without=$$($(TORCH_VENV)/bin/python -m tests.support.other_torch); \
+	PYTHONDONTWRITEBYTECODE= $(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(GATE) -W "ignore:torch $(TORCH):UserWarning" $$without \
+	  $(addprefix tests/,$(TORCH_TESTS)) $(PYTEST_ARGS)
+
 test-all: $(STAMP)
 	@HYPOTHESIS_PROFILE=full $(PYTEST) -m "not nightly" -o run_timeout=7200 $(PYTEST_ARGS)
 
@@ -90,5 +116,5 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 clean:
-	@rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) $(TORCH_VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find tieredckpt tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

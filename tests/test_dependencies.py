@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tieredckpt.dcp.torch_release import TRIED
+
 ROOT = Path(__file__).parent.parent
 
 FLOORS: dict[str, tuple[str, str]] = {
@@ -129,8 +131,11 @@ def test_what_is_pinned_is_admitted():
 
 def test_pages_say_the_versions_that_are_required():
     torch = next(Requirement(e) for e in requirements(project()) if e.startswith("torch>"))
-    assert f"torch >= {floor_of(torch)}" in (ROOT / "README.md").read_text()
-    assert f"({floor_of(torch)} to " in (ROOT / "docs/start/tutorial.md").read_text()
+    assert str(torch.specifier) == f">={floor_of(torch)}"  # a bound would replace a user's torch
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch >= {floor_of(torch)}" in readme
+    assert f"({', '.join(TRIED[:-1])} and {TRIED[-1]} were tried)" in " ".join(readme.split())
+    assert f"({floor_of(torch)} or newer" in (ROOT / "docs/start/tutorial.md").read_text()
 
 
 # --- how to install it ----------------------------------------------------------------------------

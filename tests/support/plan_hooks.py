@@ -20,7 +20,8 @@ def hook(tensor: torch.Tensor, pieces: list[tuple[int, torch.Tensor]], size: tor
     ]
 
     def items(fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(tensor)
+        # Not create_from_tensor, whose is_pinned() no DTensor of torch 2.11 knows.
+        properties = TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad)
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets, number),

@@ -43,6 +43,7 @@ from tieredckpt.dcp.process_executor import Lender
 from tieredckpt.dcp.save.state import SaveState
 from tieredckpt.dcp.slots.copy import default_copy_threads
 from tieredckpt.dcp.slots.slot_ring import SlotRing
+from tieredckpt.dcp.torch_release import warn_of_release
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -78,6 +79,8 @@ def open_together(
 ) -> SaveState:
     """Open this rank's session once all ranks can; see ``Engine.open``. Collective."""
     ranks = Ranks.find(process_group, read_only=read_only)
+    if ranks.rank == 0:
+        warn_of_release()
     with contextlib.ExitStack() as on_failure:
         run_id, reads = ranks.from_coordinator(lambda: (run_id, read_only))
 

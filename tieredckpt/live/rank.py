@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from tieredckpt.dcp.torch_release import warn_of_release
 from tieredckpt.errors import StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
@@ -92,9 +93,11 @@ def run(
         What ``train`` returned.
 
     Raises:
-        UsageError: This release of torch fails the self-test of live recovery.
+        UsageError: This release of torch is without a part that live recovery needs, or fails its
+            self-test.
     """
     hooks = _Hooks(health_check, abort, finalize, on_event, resize == "auto", credentials)
+    warn_of_release()
     descriptor = os.environ.pop(m.SOCKET_VARIABLE, None)
     if descriptor is None:
         return _run_once(train, config, hooks)

@@ -1,7 +1,7 @@
 """Everything that live recovery needs of torch and gloo beyond their public interfaces.
 
-Each function states its reason. :func:`check_release` tests a release of torch that is not in
-:data:`TRIED`, since a changed internal could load another rank's shard without an error.
+Each function states its reason. :func:`check_release` tests a release of torch that was not tried,
+since a changed internal could load another rank's shard without an error.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tieredckpt.dcp.slots.leaves import planned
+from tieredckpt.dcp.torch_release import LIVE, TRIED, changed, is_tried
 from tieredckpt.errors import UsageError
 
-TRIED = ("2.11", "2.13")
-"""Releases of torch with which tests/integration/test_live.py passes."""
 SELF_TEST_S = 60.0
 """Longest self-test of another release; it takes about 0.3 s."""
 
@@ -59,18 +58,18 @@ _BETWEEN_TWO = [
 def check_release() -> None:
     """Raises UsageError if a process that changes its rank could restore another rank's shard.
 
-    Releases in :data:`TRIED` pass without a test. Another release could keep a rank in a cache that
-    :func:`forget_last_world` does not clear, or does not find. Its self-test: two forked processes
+    A release that was tried passes if it has the private parts. Another one could keep a rank in a
+    cache that :func:`forget_last_world` does not clear. Its self-test: two forked processes
     have the same two ranks of four, in opposite order, without communication. In its second world
     each process must have the shards that the other one had in its first, when no cache was filled.
     Compiled functions are not among what it tests: ``torch._dynamo.reset`` is a public function.
     """
-    if ".".join(torch.__version__.split(".")[:2]) in TRIED:
-        return
     cause: Exception | None = None
     try:
-        forget_last_world()  # here, as its imports then serve both processes
-        reason = _self_test()
+        reason = "; ".join(changed(LIVE))
+        if not (reason or is_tried()):
+            forget_last_world()  # here, as its imports then serve both processes
+            reason = _self_test()
     except (ImportError, AttributeError, OSError) as error:
         cause, reason = error, f"{type(error).__name__}: {error}"
     if reason:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-_NAMES = (
+NAMES = (
     "_cached_save_plan",
     "_cached_final_save_plan",
     "_cached_all_plans",
@@ -74,11 +74,11 @@ class PlanCaches:
         """Let DCP's planners in this thread use those of ``stream``, until :func:`put_back`."""
         # Each time: a torch without plan caching has none of them, and other code may have put a
         # new dict there to empty the cache.
-        for name in _NAMES:
+        for name in NAMES:
             own = vars(SavePlanner).get(name)
             if isinstance(own, dict):
                 setattr(SavePlanner, name, _Cache(name, own))
-        _using.caches = self._by_stream.setdefault(stream, {name: {} for name in _NAMES})
+        _using.caches = self._by_stream.setdefault(stream, {name: {} for name in NAMES})
 
     def local_plans(self, stream: str) -> list[Sequence[SavePlan]]:
         """On a coordinator: the ranks' local plans as cached last, for each class of planners."""
