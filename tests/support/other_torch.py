@@ -1,4 +1,4 @@
-"""What cannot pass with this torch for reasons of others: prints pytest's options to leave it out."""
+"""What cannot pass with this torch, through no fault of ours: prints pytest options to skip it."""
 
 from __future__ import annotations
 
