@@ -17,13 +17,16 @@ USED = {
 }
 """The test files that run each framework's code."""
 FAULTS = {
-    "2.11": (
-        "its DefaultStager cannot copy an OrderedDict (KeyError: <class 'type'>)",
-        "conformance/test_dcp.py::TestMemory::test_scenario[async-save-with-the-default-stager]",
-        "integration/test_async_save.py::test_all_stagers",
-    ),
-}
-"""Faults of a release of torch: the reason, and the tests that meet it."""
+    "2.11": {
+        "conformance/test_dcp.py::TestMemory::test_scenario[async-save-with-the-default-stager]":
+            "its DefaultStager cannot copy an OrderedDict",
+        "integration/test_async_save.py::test_all_stagers":
+            "its DefaultStager cannot copy an OrderedDict",
+        "integration/test_plan_caching.py::test_failed_saves_leave_no_false_plan":
+            "its plan caching raises TypeError after a save that failed while it was planned",
+    }
+}  # fmt: skip
+"""By release of torch: the tests that meet a fault of it, and the fault."""
 
 
 def main() -> None:
@@ -35,10 +38,9 @@ def main() -> None:
             text = f"{name} does not import with torch {torch.__version__} ({error!r}): skipped are"
             print(text, ", ".join(files), file=sys.stderr)
             print(*(f"--ignore=tests/integration/test_{each}.py" for each in files))
-    why, *tests = FAULTS.get(".".join(torch.__version__.split(".")[:2]), ("",))
-    if tests:
-        print(f"torch {torch.__version__}: {why}: skipped are", *tests, sep="\n  ", file=sys.stderr)
-        print(*(f"--deselect=tests/{each}" for each in tests))
+    for test, fault in FAULTS.get(".".join(torch.__version__.split(".")[:2]), {}).items():
+        print(f"torch {torch.__version__}: {fault}: skipped is {test}", file=sys.stderr)
+        print(f"--deselect=tests/{test}")
 
 
 if __name__ == "__main__":
