@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from tieredckpt.bench.settings import Settings
 from tieredckpt.engine import Engine
 from tieredckpt.errors import UsageError
 from tieredckpt.format.digest import Hasher
+from tieredckpt.storage.file_io import open_regular
 
 State = dict[str, torch.Tensor]
 COLUMNS = 1024
@@ -26,8 +29,10 @@ _HEADER_BYTES_MAX = 100 << 20
 _SAFETENSORS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -73,14 +78,21 @@ def _number(text: str) -> int:
 def _of_file(path: Path) -> list[Spec]:
     if (path / ".metadata").exists():
         return _of_metadata(FileSystemReader(path).read_metadata())
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-    elif path.suffix == ".json":
-        names = json.loads(path.read_bytes())["weight_map"].values()
-        files = [path.parent / name for name in sorted(set(names))]
-    else:
-        files = [path]
-    return [spec for file in files for spec in _of_safetensors(file)]
+    try:
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+        elif path.suffix == ".json":
+            names = json.loads(_first_bytes(path, _HEADER_BYTES_MAX))["weight_map"].values()
+            files = [path.parent / name for name in sorted(set(names))]
+        else:
+            files = [path]
+        return [spec for file in files for spec in _of_safetensors(file)]
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+            ValueError) as error:  # fmt: skip
+        raise UsageError(
+            f"{path} is no safetensors file, and neither a folder of such, their index, nor a "
+            f"stock DCP folder: {type(error).__name__} {str(error)!r:.200}"
+        ) from error
 
 
 def _of_metadata(metadata: Metadata) -> list[Spec]:
@@ -93,19 +105,25 @@ def _of_metadata(metadata: Metadata) -> list[Spec]:
 
 def _of_safetensors(path: Path) -> list[Spec]:
     """From the header: its length in 8 bytes, and JSON (the format's own page)."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if not 0 < size <= _HEADER_BYTES_MAX:
-                raise ValueError(f"a header of {size} bytes")
-            header: dict[str, Any] = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        return [
-            Spec(name, _SAFETENSORS[each["dtype"]], tuple(map(int, each["shape"])))
-            for name, each in header.items()
-        ]
-    except (KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} is no safetensors file: {error}") from error
+    size = int.from_bytes(_first_bytes(path, 8), "little")
+    if not 0 < size <= _HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {size} bytes")
+    header: dict[str, Any] = json.loads(_first_bytes(path, 8 + size)[8:])
+    header.pop("__metadata__", None)
+    found = [
+        Spec(name, _SAFETENSORS[about["dtype"]], tuple(about["shape"]))
+        for name, about in header.items()
+    ]
+    for each in found:
+        if not all(type(n) is int and n >= 0 for n in each.shape):
+            raise ValueError(f"the shape of {each.name}")
+    return found
+
+
+def _first_bytes(path: Path, size: int) -> bytes:
+    """The first bytes of a regular file: a pipe is not waited for."""
+    with io.FileIO(open_regular(path, os.O_RDONLY, str(path))) as file:
+        return file.read(size)
 
 
 def make(found: list[Spec], device: torch.device, mesh: DeviceMesh | None) -> State:
