@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import tracemalloc
 from typing import Any
@@ -168,6 +169,9 @@ FORGED: dict[str, bytes] = {
     # What is not what it seems.
     "code": archive(call("builtins.exec", text("raise SystemExit"))),
     "a method of a type": archive(call("builtins.str.format", text("{}"))),
+    "an attribute of a type": archive(
+        call("builtins.getattr", named("builtins.str"), text("format"))
+    ),
     "a function as a value": archive(listed(named("numpy._core.multiarray._reconstruct"))),
     "a storage as a value": archive(listed(storage("0", 2)), {"data/0": bytes(8)}),
     "an attribute over a method": archive(
@@ -305,6 +309,29 @@ def test_the_state_of_a_type_is_what_a_writer_makes(right: Any, forged: Any):
     assert load(saved(right))[0] == load(saved(right))[0]
     with pytest.raises(UsageError, match="that no writer makes"):
         load(saved(forged))
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+    @staticmethod
+    def run() -> None:
+        raise AssertionError
+
+
+def test_an_enum_as_early_releases_of_python_3_11_pickle_it():
+    name = f"{Mode.__module__}.Mode"
+
+    def loaded(member: str, *allow: Any) -> Any:
+        data = archive(call("builtins.getattr", named(name), text(member)))
+        return safe_loads("k", io.BytesIO(data), allow)
+
+    assert loaded("FAST", Mode) is Mode.FAST
+    with pytest.raises(UsageError, match=name):
+        loaded("FAST")
+    for other in ("run", "__members__", "mro"):
+        with pytest.raises(UsageError, match="a member of an enum that no writer makes"):
+            loaded(other, Mode)
 
 
 def test_a_name_imports_nothing(monkeypatch: pytest.MonkeyPatch):

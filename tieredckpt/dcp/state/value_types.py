@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import enum
 import math
 import pathlib
 import re
@@ -354,6 +355,12 @@ def _time(purse: Purse, args: tuple[Any, ...]) -> datetime.time:
     return datetime.time(hour & 127, minute, second, micros, tzinfo=zone, fold=hour >> 7)
 
 
+def _member(purse: Purse, args: tuple[Any, ...]) -> Any:
+    need(len(args) == 2 and isinstance(args[0], enum.EnumMeta), "an attribute")
+    need(type(args[1]) is str and args[1] in args[0].__members__, "a member of an enum")
+    return args[0][args[1]]
+
+
 def _path(kind: type[pathlib.PurePath]) -> Make:
     def make(purse: Purse, args: tuple[Any, ...]) -> Any:
         need(all(type(part) is str for part in args), "a path")
@@ -394,6 +401,7 @@ _FUNCTIONS: dict[str, Make] = {
     "torch._utils._rebuild_parameter": _parameter,
     "torch.serialization._get_layout": _layout,
     "_codecs.encode": _encode,
+    "builtins.getattr": _member,  # so Python 3.11.0 to 3.11.3 pickle an enum, which is allowed
 }
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
