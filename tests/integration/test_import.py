@@ -7,12 +7,15 @@ import os
 import pickle
 import warnings
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.support.commands import tieredckpt as run_command
 from tests.support.pieces import InPieces
@@ -25,6 +28,9 @@ from tieredckpt.export.export import Request, export_checkpoint
 from tieredckpt.export.imports import import_checkpoint
 from tieredckpt.export.source import Which
 from tieredckpt.recovery.flush import FlushReport, flush_and_wait
+
+STOCK = Path(__file__).parents[1] / "format/stock"
+"""Folders that stock DCP wrote: torch 2.2.2 with Python 3.11.7, torch 2.4.1 with Python 3.11.2."""
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -122,9 +128,41 @@ def test_a_round_trip_through_files_of_torch(runtime_dir: Path, tmp_path: Path):
         assert same(found, state)
 
 
+def test_files_of_older_releases_of_torch(runtime_dir: Path, tmp_path: Path):
+    state = state_of(6)
+    old = tmp_path / "old.pt"
+    torch.save(state, old, _use_new_zipfile_serialization=False)
+    cases: list[tuple[Path, dict[str, Any]]] = [(old, state)]
+    for folder in STOCK.glob("torch-*"):
+        found: dict[str, Any] = {
+            name: torch.empty(each.size, dtype=each.properties.dtype)
+            if isinstance(each, TensorStorageMetadata)
+            else None
+            for name, each in dcp.FileSystemReader(folder)
+            .read_metadata()
+            .state_dict_metadata.items()
+        }
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        assert found["half"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        cases.append((folder, found))
+    assert len(cases) == 3
+    for number, (source, expected) in enumerate(cases):
+        settings = config(runtime_dir, namespace=f"of-{number}")
+        import_checkpoint(load_config(settings, {}), source, 5)
+        with Engine.open(settings) as engine:
+            found = blank(expected)
+            assert engine.load(found) == 5
+        assert same(found, expected), source
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/tieredckpt-was-here",)
+
+
+class Attribute:
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "count")
 
 
 def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
@@ -132,11 +170,22 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     cases: dict[str, tuple[type[Exception], str]] = {}
 
     torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "evil.pt")
-    cases["evil.pt"] = UsageError, "cannot be read by torch.load"
+    cases["evil.pt"] = UsageError, r"evil\.pt holds posix\.system, which torch\.load"
+    torch.save({"when": Fraction(1, 2)}, tmp_path / "type.pt", _use_new_zipfile_serialization=False)
+    cases["type.pt"] = UsageError, r"type\.pt holds fractions\.Fraction, which torch\.load"
+    inside_itself: list[Any] = []
+    inside_itself.append(inside_itself)
+    torch.save({"w": inside_itself}, tmp_path / "itself.pt")
+    cases["itself.pt"] = IntegrityError, r"itself\.pt is malformed: RecursionError"
     torch.save([torch.ones(2)], tmp_path / "list.pt")
     cases["list.pt"] = UsageError, "holds a list, not a state dict"
     (tmp_path / "text.pt").write_text("no archive")
-    cases["text.pt"] = UsageError, "cannot be read by torch.load"
+    cases["text.pt"] = UsageError, r"text\.pt is no file of torch\.save$"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    save_file({"w": torch.ones(2)}, tmp_path / "model/model.safetensors")
+    cases["model"] = UsageError, r"\.metadata \(Hugging Face's libraries wrote it\): load the model"
+    cases["model/model.safetensors"] = UsageError, r"is no file of torch\.save \(Hugging Face's"
     (tmp_path / "empty").mkdir()
     cases["empty"] = UsageError, r"has no \.metadata"
     (tmp_path / "evil").mkdir()
@@ -144,6 +193,9 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     cases["evil"] = UsageError, "which stock DCP does not write"
     (tmp_path / "noise").mkdir()
     (tmp_path / "noise/.metadata").write_bytes(b"\x80\x04noise")
+    (tmp_path / "attribute").mkdir()
+    (tmp_path / "attribute/.metadata").write_bytes(pickle.dumps(Attribute()))
+    cases["attribute"] = UsageError, r"\.metadata asks for 'count' of <class 'torch\.Size'>"
     cases["noise"] = IntegrityError, r"\.metadata is damaged"
     for name in ("short", "gone", "flipped"):
         stock_save(state_of(4), tmp_path / name)

@@ -6,12 +6,15 @@ them is executed.
 
 from __future__ import annotations
 
+import enum
 import io
 import mmap
 import os
 import pathlib
 import pickle
+import re
 import secrets
+import struct
 import time
 import warnings
 from collections.abc import Mapping
@@ -52,6 +55,11 @@ from tieredckpt.storage.file_io import open_regular
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 1 << 30
+
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_ARCHIVE = b"PK\3\4"
+_BEFORE_ARCHIVES = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""A number that begins a file of ``torch.save`` before torch 1.6, after pickle's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +142,9 @@ def _save(writer: Writer, state: dict[str, Any], planner: SavePlanner, source: P
             found = dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        malformed = isinstance(first, AttributeError | TypeError | ValueError | LookupError)
+        malformed = isinstance(
+            first, AttributeError | TypeError | ValueError | LookupError | RecursionError
+        )
         if malformed and not isinstance(first, TieredCkptError):
             raise IntegrityError(f"{source} is malformed: {first!r}") from error
         raise first from error
@@ -168,21 +178,77 @@ def _check_empty(session: Session) -> None:
 
 
 def _torch_file(path: Path) -> dict[str, Any]:
-    """The state in a file of ``torch.save``, mapped."""
+    """The state in a file of ``torch.save``: of an archive, mapped."""
     real = Path(os.path.realpath(path))
-    os.close(open_regular(real, os.O_RDONLY, str(path)))  # torch would wait at a pipe
+    # Torch would wait at a pipe.
+    with io.FileIO(open_regular(real, os.O_RDONLY, str(path))) as file:
+        begin, size = file.read(16), os.fstat(file.fileno()).st_size
+    is_archive = begin.startswith(_ARCHIVE)
+    if not is_archive and begin[2:15] != _BEFORE_ARCHIVES:
+        raise UsageError(f"{path} is no file of torch.save{_advice(path)}")
+    storages = _Storages(size)
     try:
-        state = torch.load(real, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{path} cannot be read by torch.load(weights_only=True): {first}") from (
-            error
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of its old formats
+            where: Any = "cpu" if is_archive else storages
+            state = torch.load(real, map_location=where, mmap=is_archive, weights_only=True)
+        storages.check()
+    except (
+        pickle.UnpicklingError, struct.error, ArithmeticError, AssertionError, AttributeError,
+        EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise UsageError(_refusal(path, error)) from error
     if not isinstance(state, dict) or not state:
         raise UsageError(f"{path} holds a {type(state).__name__}, not a state dict")
     if not all(isinstance(key, str) for key in state):
         raise UsageError(f"{path} holds a dict whose keys are not all text, not a state dict")
     return dict(state)
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    """One line: torch's own has its advice first, and its reason in the error that it replaced."""
+    if named := re.search(r"GLOBAL (\S+)", str(error)):
+        return (
+            f"{path} holds {named[1]}, which torch.load(weights_only=True) refuses: if you trust "
+            "the file, load it with weights_only=False, and save its tensors as a file of their own"
+        )
+    reason = re.split(r"\n|\. ", str(error.__context__ or error).strip(), maxsplit=1)[0]
+    return (
+        f"{path} cannot be read by torch.load(weights_only=True): {reason or type(error).__name__}"
+    )
+
+
+class _Storages:
+    """The memory of an old file's tensors, which torch makes first and fills afterwards."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._made: list[tuple[torch.UntypedStorage, int]] = []
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        """On the CPU, and without what was in that memory before."""
+        self._left -= storage.nbytes()
+        if self._left < 0:
+            raise ValueError("its tensors are larger than the file")
+        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        self._made.append((storage, storage.nbytes()))
+        return storage
+
+    def check(self) -> None:
+        """Raise ValueError if a tensor made its memory larger: the file has no bytes for that."""
+        if any(storage.nbytes() != size for storage, size in self._made):
+            raise ValueError("a tensor is larger than its data")
+
+
+def _advice(path: Path) -> str:
+    """What becomes of a file or folder that Hugging Face's libraries wrote; else ""."""
+    names = [path.name, *(each.name for each in path.glob("*"))]
+    if not any(map(re.compile(r".*\.safetensors|pytorch_model.*\.bin").fullmatch, names)):
+        return ""
+    return (
+        " (Hugging Face's libraries wrote it): load the model with from_pretrained(), save it with "
+        "torch.save(model.state_dict(), ...), and import that file"
+    )
 
 
 # --- stock DCP ------------------------------------------------------------------------------------
@@ -194,13 +260,20 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        if module == "torch" and isinstance(
-            found := vars(torch).get(name), torch.dtype | torch.layout | torch.memory_format
-        ):
-            return found
         raise UsageError(
             f"{METADATA} names {module}.{name}, which stock DCP does not write: it is not read"
         )
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr`` of its class.
+
+    Raises:
+        UsageError: It is asked of anything but a class of ``_ALLOWED`` that is an enum.
+    """
+    if not isinstance(kind, enum.EnumMeta):
+        raise UsageError(f"{METADATA} asks for {name!r} of {kind!r:.80}: it is not read")
+    return kind[name]
 
 
 _ALLOWED: Mapping[tuple[str, str], Any] = {
@@ -213,10 +286,21 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 } | {
+    ("builtins", "getattr"): _member,
+    # Where torch 2.2 had them.
+    (_OLD_MODULE, "TensorProperties"): metadata.TensorProperties,
+    (_OLD_MODULE, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
     # Of the folder that it was saved as; where its class is depends on the Python that saved it.
-    (module, name): pathlib.PurePosixPath
-    for module in ("pathlib", "pathlib._local")
-    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    **{
+        (module, name): pathlib.PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+    **{
+        ("torch", name): each
+        for name, each in vars(torch).items()
+        if isinstance(each, torch.dtype | torch.layout | torch.memory_format)
+    },
 }
 
 
@@ -242,7 +326,8 @@ class _Folder(DefaultSavePlanner):
         except TieredCkptError:
             raise
         except FileNotFoundError as error:
-            raise UsageError(f"{folder} has no {METADATA}: stock DCP writes one") from error
+            why = _advice(folder) or ": stock DCP writes one"
+            raise UsageError(f"{folder} has no {METADATA}{why}") from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError,
                 LookupError) as error:  # fmt: skip
             raise IntegrityError(f"{folder / METADATA} is damaged: {error}") from error
