@@ -1,7 +1,7 @@
 """Commits a stock DCP folder or a ``torch.save`` file as a checkpoint of a namespace.
 
-The files are mapped, and their bytes copied once: into the slot of the new checkpoint. Nothing in
-them is executed.
+The files are mapped, and their bytes copied once: into the slot of the new checkpoint. Only a file
+of ``torch.save`` that is no archive is read first. Nothing in any is executed.
 """
 
 from __future__ import annotations
