@@ -9,7 +9,7 @@ import functools
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,9 @@ _STUCK = "ranks cannot leave the process groups of a lost rank"
 
 ENGINE = (
     *(
-        Part(f"{_DCP}.planner:SavePlanner.{name}", dict, "streams share their cached plans")
+        # A dict, or what an engine of this process has put in its place.
+        Part(f"{_DCP}.planner:SavePlanner.{name}", MutableMapping,
+             "streams share their cached plans")
         for name in NAMES
     ),
     Part(f"{_DCP}.planner_helpers:_create_write_items", ("fqn", "object"),
