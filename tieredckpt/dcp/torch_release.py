@@ -17,7 +17,8 @@ import torch
 from tieredckpt.dcp.state.plan_caches import NAMES
 
 TRIED = ("2.11", "2.13", "2.14", "2.15")
-"""Releases of torch with which `make test-torch` passes."""
+"""Releases of torch with which the tests of `make test-torch` passed, but for three that 2.11
+cannot pass (`tests/support/other_torch.py` names them)."""
 
 
 class Part(NamedTuple):

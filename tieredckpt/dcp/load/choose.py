@@ -224,7 +224,7 @@ def check_roll_back(
 ) -> None:
     """Whether the ranks may resume before newer checkpoints; before the first byte is read.
 
-    Raises UsageError: Nobody agreed to that, or these were saved after the same roll-back.
+    Raises UsageError: The script did not agree, or these were saved after the same roll-back.
     """
     for plan in plans if not read_only else ():
         if plan.chosen is None or not plan.newer:
