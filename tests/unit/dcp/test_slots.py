@@ -603,7 +603,8 @@ def test_a_closed_ring_adopts_no_slot(ring: SlotRing, agent: FakeAgent):
     ring.close()
     with pytest.raises(UsageError, match="closed"):
         ring.acquire(STATE_BYTES)
-    assert set(os.listdir("/proc/self/fd")) == before
+    # Python closes what other tests left when it likes.
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_slot_that_is_being_written_stays_locked_when_the_ring_is_closed(
