@@ -78,7 +78,9 @@ def test_saves_of_two_ranks(place: Path, runtime_dir: Path):
     found = json.loads(first.stdout)
     assert (found["ranks"], found["tensors"]) == (2, 4)
     assert (found["state_bytes"], found["rank_bytes"]) == (2 << 20, 1 << 20)
-    assert len(found["stall_s"]) == 3
+    assert {call: len(each) for call, each in found["stall_s"].items()} == {
+        "async_save": 3, "dcp.save": 3,
+    }  # fmt: skip
     levels = {each["name"]: each["seconds"] for each in found["levels"]}
     assert "3" in levels["memory"]
     assert "3" in levels["disk"], "the last one gets there"
@@ -118,6 +120,10 @@ def test_what_is_refused(place: Path, runtime_dir: Path):
         place, "recover", *SMALL, "--source", "s4", code=2
     )
     assert "give a smaller --size" in bench(place, "save", "--size", "1PiB", code=2)
+    (place / "x.safetensors").write_text("no header")
+    refused = bench(place, "save", "--like", f"{place}/x.safetensors", code=2)
+    assert "x.safetensors is no safetensors file" in refused
+    assert len(refused.splitlines()) == 1, "nothing of torchrun's"
     assert_nothing_is_left(place, runtime_dir)
 
 

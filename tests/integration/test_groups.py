@@ -206,6 +206,7 @@ def no_dist_everywhere(rank: int, runtime_dir: str, loads: bool) -> bool:
         refused = was_refused(engine, 1, {"rank": torch.full((3,), rank)})
         dist.barrier()
         assert len(engine.checkpoints()) == 1
+        dist.barrier()
         if not refused:  # whoever began goes on
             save(engine, 2, {"rank": torch.full((3,), rank)}, no_dist=True)
             assert len(engine.checkpoints()) == 2

@@ -11,13 +11,13 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tieredckpt.bench import report
 from tieredckpt.bench.clean import clean
 from tieredckpt.bench.compare import compare
 from tieredckpt.bench.rank import Rank
 from tieredckpt.bench.recover import recover
 from tieredckpt.bench.save import save
 from tieredckpt.bench.settings import Settings
+from tieredckpt.bench.show import show
 from tieredckpt.errors import TieredCkptError
 
 RUN = {"save": save, "recover": recover, "compare": compare}
@@ -34,7 +34,7 @@ def main() -> None:
             if settings.result:
                 Path(settings.result).write_bytes(msgspec.json.encode(found))
             else:
-                report.show(found, settings)
+                show(found, settings)
     except (TieredCkptError, CheckpointException) as error:
         why: BaseException = error
         if isinstance(error, CheckpointException):  # DCP's, with all ranks' failures

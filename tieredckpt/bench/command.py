@@ -11,8 +11,9 @@ from typing import Any
 import click
 import msgspec
 
-from tieredckpt.bench import launch, report
+from tieredckpt.bench import launch
 from tieredckpt.bench.settings import Mode, Settings
+from tieredckpt.bench.show import show
 from tieredckpt.config.schema import load_config
 from tieredckpt.config.units import parse_duration, parse_size
 from tieredckpt.errors import UsageError
@@ -76,8 +77,11 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             mode=MODES[command.__name__], config=str(file.absolute()) if file else "",
             size_bytes=size, tensors=tensors, like=like, device=device, as_json=as_json, plot=plot,
         )  # fmt: skip
-        if not like and "RANK" not in os.environ and device == "cpu":
-            launch.check_memory(size)
+        if "RANK" not in os.environ:
+            # Also whether ``like`` can be read, before torchrun would report the end of each rank.
+            settings = _with(settings, size_bytes=launch.state_bytes(settings))
+            if device == "cpu":
+                launch.check_memory(settings.size_bytes)
         command(settings=launch.named(settings), ranks=ranks, **others)
 
     for option in reversed(options):
@@ -107,23 +111,22 @@ def group() -> None:
 @group.command()
 @_options
 @click.option("--saves", type=click.IntRange(2, 10_000), default=10, show_default=True,
-              help="How many.")  # fmt: skip
+              help="How many with each call.")  # fmt: skip
 @click.option("--every", type=Duration(), default="1s", show_default=True,
               help="From one save to the next, for the steps of training in between.")  # fmt: skip
-@click.option("--sync", is_flag=True, help="dcp.save instead of async_save.")
-def save(settings: Settings, ranks: int, saves: int, every: float, sync: bool) -> None:
-    """Stall per save, and when a checkpoint is in each tier.
+def save(settings: Settings, ranks: int, saves: int, every: float) -> None:
+    """Stall per save, of async_save and of dcp.save, and when a checkpoint is in each tier.
 
     \b
     Example:
       tieredckpt bench save --size 8GiB --ranks 4 --saves 20 --every 5s --json
     """
-    _run(_with(settings, count=saves, step_s=every, background=not sync), ranks)
+    _run(_with(settings, count=saves, step_s=every), ranks)
 
 
 @group.command()
 @_options
-@click.option("--times", type=click.IntRange(1, 1000), default=3, show_default=True,
+@click.option("--times", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="Recoveries from each source.")  # fmt: skip
 @click.option("--source", "sources", multiple=True,
               help='"memory" or a tier; may be repeated. All by default.')  # fmt: skip
@@ -137,9 +140,9 @@ def recover(settings: Settings, ranks: int, times: int, sources: tuple[str, ...]
     Example:
       tieredckpt bench recover --size 8GiB --ranks 4 --source memory --source nvme
     """
-    settings = _with(settings, count=times, background=False)
+    settings = _with(settings, count=times)
     result = launch.recover(settings, ranks, sources, functools.partial(click.echo, err=True))
-    report.show(result, settings)
+    show(result, settings)
 
 
 @group.command()
@@ -158,7 +161,7 @@ def compare(settings: Settings, ranks: int, rounds: int, folders: tuple[Path, ..
     """
     found = folders or _default_folders(settings)
     where = {str(each): f"{each.absolute()}/{settings.namespace}-dcp" for each in found}
-    if not settings.like:
+    if "RANK" not in os.environ or not settings.like:
         launch.check_space(where, settings.size_bytes)
     _run(_with(settings, count=rounds, folders=where), ranks)
 
@@ -176,4 +179,4 @@ def _with(settings: Settings, **changes: Any) -> Settings:
 
 
 def _run(settings: Settings, ranks: int) -> None:
-    report.show(launch.run(settings, ranks), settings)
+    show(launch.run(settings, ranks), settings)

@@ -200,6 +200,19 @@ class Generations:
         return path.read_bytes()
 
 
+def state_bytes(settings: Settings) -> int:
+    """Bytes of the state, all ranks together.
+
+    Raises:
+        UsageError, TieredCkptError: ``like`` names nothing that can be read.
+    """
+    if not settings.like:
+        return settings.size_bytes
+    from tieredckpt.bench import state  # with torch
+
+    return state.total_bytes(state.specs(settings))
+
+
 MEMORY_FACTOR = 5
 """The state, the ring of slots and what async_save of stock DCP copies, as a multiple."""
 

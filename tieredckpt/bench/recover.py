@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch.distributed.checkpoint as dcp
 
 from tieredckpt.bench import state as states
 from tieredckpt.bench.clean import tiers
 from tieredckpt.bench.rank import Rank
-from tieredckpt.bench.save import write
 from tieredckpt.bench.settings import Result, Times
 from tieredckpt.engine import Engine
 from tieredckpt.errors import IntegrityError, WaitError
@@ -50,7 +50,7 @@ def recover(rank: Rank) -> Result:
         found = dict(report.bytes_by_tier) if report is not None else {}
         states.change(rank.state, step + 1)
         (folder / f"content.{step + 1}.{rank.number}").write_text(states.content(rank.state))
-        write(rank, engine, step + 1)
+        dcp.save(dict(rank.state), storage_writer=engine.writer(step + 1))
         engine.wait(step + 1, "memory")
         flush(rank, engine)
         rank.gather(None)

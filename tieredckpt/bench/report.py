@@ -1,51 +1,22 @@
-"""A result as tables, JSON and plots. Pure, but for what it prints and the file of the plot."""
+"""A result as tables, and the figures in them. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 
-import click
-import msgspec
-from rich.console import Console
 from rich.table import Table
 
-from tieredckpt.bench.plot import by_source, draw, stages
-from tieredckpt.bench.settings import STAGES, Result, Settings, Way
+from tieredckpt.bench.settings import ASYNC, CALLS, STAGES, Recovery, Result, Way
 
 GB = 1e9
 
 
-def show(result: Result, settings: Settings) -> None:
-    """Print the result as the settings want it, and draw the plot.
-
-    Raises UsageError: the plot needs matplotlib.
-    """
-    if settings.plot:
-        draw(result, settings.plot)
-    if settings.as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(result), indent=2))
-        return
-    console = Console(highlight=False)
-    console.print(heading(result))
-    for table in {"save": of_saves, "recover": of_recoveries, "compare": of_ways}[result.mode](
-        result
-    ):
-        console.print(table)
-    for text in comparisons(result):
-        console.print(text)
-    if settings.plot:
-        console.print(f"plot: {settings.plot}")
-
-
-def heading(result: Result) -> str:
-    """What was measured, on what."""
-    machine = result.machine
+def subject(result: Result) -> str:
+    """What was measured, in a few words."""
     return (
-        f"{result.state_bytes / GB:.3g} GB in {result.tensors} tensors on {result.ranks} ranks "
-        f"({result.rank_bytes / GB:.3g} GB on one at most); {machine['device']}, "
-        f"{machine['cpus']} CPUs; torch {machine['torch']}, tieredckpt {machine['tieredckpt']}.\n"
-        "Durations are the slowest rank's, throughputs the slowest rank's bytes by its time."
+        f"{result.state_bytes / GB:.3g} GB in {result.tensors} tensors on {result.ranks} "
+        f"rank{'s' * (result.ranks != 1)}"
     )
 
 
@@ -59,6 +30,36 @@ def speed(num_bytes: int, value: float) -> str:
     return f"{num_bytes / GB / value:.3g} GB/s" if value else "-"
 
 
+def later_saves(result: Result, call: str) -> list[float]:
+    """The stalls of a call, less the first save of all, which takes memory."""
+    found = result.stall_s[call]
+    return found[1:] if call == CALLS[0] and len(found) > 1 else found
+
+
+def by_source(result: Result) -> dict[str, list[Recovery]]:
+    """Recoveries by source, in the order of the tiers."""
+    found: dict[str, list[Recovery]] = {}
+    for each in result.recoveries:
+        found.setdefault(each.source, []).append(each)
+    return found
+
+
+def stages(found: list[Recovery]) -> dict[str, float]:
+    """The median of each stage."""
+    names = found[0].stages
+    return {name: statistics.median(each.stages[name] for each in found) for name in names}
+
+
+def heading(result: Result) -> str:
+    """What was measured, on what."""
+    machine = result.machine
+    return (
+        f"{subject(result)} ({result.rank_bytes / GB:.3g} GB on one at most); {machine['device']}, "
+        f"{machine['cpus']} CPUs; torch {machine['torch']}, tieredckpt {machine['tieredckpt']}.\n"
+        "Durations are the slowest rank's, throughputs the slowest rank's bytes by its time."
+    )
+
+
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
@@ -69,30 +70,37 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def of_saves(result: Result) -> list[Table]:
-    """Stall per save, and the way through the tiers."""
-    first, later = result.stall_s[0], sorted(result.stall_s[1:]) or result.stall_s
-    rows = [
-        ("first save (memory is taken)", first),
-        ("median of the others", statistics.median(later)),
-        ("90th percentile", later[-(-9 * len(later) // 10) - 1]),
-        ("longest", later[-1]),
-    ]
-    stall = _table(
-        "How long a save holds up training",
-        ("", "stall", "throughput"),
-        [(name, seconds(value), speed(result.rank_bytes, value)) for name, value in rows],
-    )
+    """Stall per save of each call, and the way of those of ``async_save`` through the tiers."""
+    found = [_stalls(result, call) for call in CALLS]
+    rows = [(name, *(each[name] for each in found)) for name in found[0]]
+    stall = _table("How long a save holds up training, by the call that saves", ("", *CALLS), rows)
     ways = [
         (
             level.name,
-            f"{len(level.seconds)} of {len(result.stall_s)}",
+            f"{len(level.seconds)} of {len(result.stall_s[ASYNC])}",
             seconds(statistics.median(level.seconds.values())) if level.seconds else "-",
             seconds(max(level.seconds.values())) if level.seconds else "-",
         )
         for level in result.levels
     ]
     columns = ("", "checkpoints", "complete after (median)", "longest")
-    return [stall, _table("The way of a checkpoint, from the begin of its save", columns, ways)]
+    title = f"The way of a checkpoint, from the begin of its {ASYNC}"
+    return [stall, _table(title, columns, ways)]
+
+
+def _stalls(result: Result, call: str) -> dict[str, str]:
+    later = sorted(later_saves(result, call))
+    median = statistics.median(later)
+    return {
+        "first save (memory is taken)": seconds(result.stall_s[call][0])
+        if call == CALLS[0]
+        else "-",
+        "later saves": str(len(later)),
+        "median": seconds(median),
+        "throughput": speed(result.rank_bytes, median),
+        "90th percentile": seconds(later[-(-9 * len(later) // 10) - 1]),
+        "longest": seconds(later[-1]),
+    }
 
 
 def of_recoveries(result: Result) -> list[Table]:
@@ -105,7 +113,8 @@ def of_recoveries(result: Result) -> list[Table]:
         for row, value in zip(rows[1:], median.values(), strict=True):
             row.append(f"{seconds(value)} {value / whole:4.0%}")
     columns = ["from", *by_source(result)]
-    title = "Recovery by torchrun: medians, and the share of each stage"
+    number = len(result.recoveries) // len(by_source(result))
+    title = f"Recovery by torchrun: medians of {number}, and the share of each stage"
     return [_table(title, columns, rows)]
 
 

@@ -1,4 +1,4 @@
-"""``bench save``: how long a save holds up training, and its way through the tiers."""
+"""``bench save``: how long each kind of save holds up training, and its way through the tiers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from torch.distributed.checkpoint import state_dict_saver
+import torch.distributed.checkpoint as dcp
 
 from tieredckpt.bench import state as states
 from tieredckpt.bench.rank import Rank
-from tieredckpt.bench.settings import Level, Result
+from tieredckpt.bench.settings import ASYNC, CALLS, Level, Result
 from tieredckpt.engine import Engine
 from tieredckpt.errors import AgentError
 from tieredckpt.rpc.agent_client import AgentClient
@@ -23,34 +23,33 @@ IDLE_WAIT_S = 600.0
 
 
 def save(rank: Rank) -> Result:
-    """Save ``count`` times, ``step_s`` apart. Collective."""
-    settings, stalls = rank.settings, []
+    """Save ``count`` times with ``async_save``, then with ``dcp.save``. Collective.
+
+    Saves begin ``step_s`` apart. The way of those of ``async_save`` through the tiers is timed.
+    """
+    settings, stalls = rank.settings, {call: list[float]() for call in CALLS}
     with Engine.open(settings.config or None) as engine:
         watch = Watch(Path(settings.runtime_dir), settings.namespace)
-        for step in rank.track(range(1, settings.count + 1), "saving"):
+        for step in rank.track(range(1, len(CALLS) * settings.count + 1), "saving"):
+            call = CALLS[(step - 1) // settings.count]
             states.change(rank.state, step)
             with rank.timed() as stall:
-                watch.begun(step)
-                write(rank, engine, step)
-            stalls += stall
+                if call == ASYNC:
+                    watch.begun(step)
+                    engine.async_save(dict(rank.state), step)
+                else:
+                    dcp.save(dict(rank.state), storage_writer=engine.writer(step))
+            stalls[call] += stall
             time.sleep(settings.step_s)
-        engine.wait_background()
-        if rank.number == 0:
-            watch.wait_idle()
-        rank.gather(None)
+            if step == settings.count:
+                engine.wait_background()
+                if rank.number == 0:
+                    watch.wait_idle()
+                rank.gather(None)
         levels = watch.stop()
     result = rank.result(stall_s=stalls, levels=levels)
     rank.clean()
     return result
-
-
-def write(rank: Rank, engine: Engine, step: int) -> None:
-    """Save as the settings want it, without waiting for what may go on in the background."""
-    state = dict(rank.state)
-    if rank.settings.background:
-        engine.async_save(state, step)
-    else:
-        state_dict_saver.save(state, storage_writer=engine.writer(step))
 
 
 class Watch:

@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 
 Mode = Literal["save", "recover", "compare"]
+ASYNC = "async_save"
+CALLS = (ASYNC, "dcp.save")
+"""How a state is saved, in this order."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,9 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         like: Instead: a step, a DCP folder, a safetensors file or index, of which names, shapes and
             types are taken.
         device: "cpu" or "cuda".
-        count: Saves, or rounds.
+        count: Saves of each call, or rounds.
         step_s: Between two saves, as training would.
-        background: Whether saves are ``async_save``.
         folders: By name, where stock DCP writes.
         events: Folder of the files by which ranks and the command know of each other (recover).
         parent: The command's process; ranks end with it (recover).
@@ -44,7 +46,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     count: int = 10
     step_s: float = 0.0
-    background: bool = True
     folders: dict[str, str] = {}
     events: str = ""
     parent: int = 0
@@ -132,8 +133,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         rank_bytes: Of the rank with the most.
         tensors: Their number.
         step_s: Between two saves.
-        stall_s: By save, the first one first (save).
-        levels: Where they went (save).
+        stall_s: By call, of each save, the first one first (save).
+        levels: Where those of ``async_save`` went (save).
         ways: Compared with each other (compare).
         recoveries: One of each source and round (recover).
     """
@@ -145,7 +146,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     rank_bytes: int
     tensors: int
     step_s: float = 0.0
-    stall_s: list[float] = []
+    stall_s: dict[str, list[float]] = {}
     levels: list[Level] = []
     ways: list[Way] = []
     recoveries: list[Recovery] = []

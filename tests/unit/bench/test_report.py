@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import msgspec
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from tieredckpt.bench import report
 from tieredckpt.bench.settings import STAGES, Level, Mode, Recovery, Result, Settings, Way
+from tieredckpt.bench.show import _scale, show
 from tieredckpt.errors import UsageError
 
 MACHINE = {"device": "cpu", "cpus": "2", "torch": "2.13", "tieredckpt": "0.1"}
@@ -34,7 +36,7 @@ def text(tables: list[Table]) -> str:
 
 SAVES = result(
     "save",
-    stall_s=[4.0, 0.5, 0.25, 1.0],
+    stall_s={"async_save": [4.0, 0.5, 0.25, 1.0], "dcp.save": [2.0, 1.0]},
     levels=[
         Level(name="memory", seconds={1: 4.0, 2: 0.6, 3: 0.4, 4: 1.0}),
         Level(name="nvme", seconds={1: 5.0, 4: 3.0}),
@@ -50,12 +52,14 @@ def rows(printed: str) -> list[list[str]]:
 
 def test_saves():
     found = rows(text(report.of_saves(SAVES)))
-    assert found[0] == ["first save (memory is taken)", "4 s", "0.5 GB/s"]
-    assert found[1] == ["median of the others", "500 ms", "4 GB/s"]
-    assert found[3] == ["longest", "1 s", "2 GB/s"]
-    assert found[4] == ["memory", "4 of 4", "800 ms", "4 s"]
-    assert found[5] == ["nvme", "2 of 4", "4 s", "5 s"], "two were replaced before"
-    assert found[6] == ["s3", "0 of 4", "-", "-"]
+    assert found[0] == ["first save (memory is taken)", "4 s", "-"], "of all saves"
+    assert found[1] == ["later saves", "3", "2"], "a median says of how many it is"
+    assert found[2] == ["median", "500 ms", "1.5 s"]
+    assert found[3] == ["throughput", "4 GB/s", "1.33 GB/s"]
+    assert found[5] == ["longest", "1 s", "2 s"]
+    assert found[6] == ["memory", "4 of 4", "800 ms", "4 s"]
+    assert found[7] == ["nvme", "2 of 4", "4 s", "5 s"], "two were replaced before"
+    assert found[8] == ["s3", "0 of 4", "-", "-"]
 
 
 def recovery(source: str, scale: float) -> Recovery:
@@ -100,13 +104,39 @@ def test_a_comparison_names_the_faster_one_also_if_it_is_another():
     assert rows(text(report.of_ways(COMPARED)))[1] == ["tieredckpt sync", "3 s", "3 s", "3 s"]
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (SAVES, ["stall of async_save: median of the later saves 500 ms", "complete in nvme"]),
+        (RECOVERIES, ["first update", "memory", "42 s", "seconds since SIGKILL, medians"]),
+        (COMPARED, ["stall per save", "DCP async to /a", "6 s"]),
+    ],
+    ids=lambda each: each.mode if isinstance(each, Result) else "",
+)
+def test_a_plot_has_the_words_and_numbers_of_the_table(
+    found: Result, words: list[str], tmp_path: Path
+):
+    plot = tmp_path / "x.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        show(found, Settings(mode=found.mode, plot=str(plot), as_json=True))
+    drawn = plot.read_text()
+    assert "4 GB in 7 tensors on 2 ranks" in drawn
+    assert [each for each in words if each not in drawn] == []
+
+
+def test_an_axis_is_linear_unless_small_values_would_vanish():
+    assert _scale([0.0, 0.02, 1.9]) == "linear"
+    assert _scale([0.02, 2.1]) == "log"
+    assert _scale([]) == "linear"
+
+
 @pytest.mark.parametrize("found", [SAVES, RECOVERIES, COMPARED], ids=lambda r: r.mode)
 def test_plot_and_json(found: Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plot = tmp_path / "x.png"
-    report.show(found, Settings(mode=found.mode, plot=str(plot)))
+    show(found, Settings(mode=found.mode, plot=str(plot)))
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "4 GB in 7 tensors on 2 ranks" in capsys.readouterr().out
-    report.show(found, Settings(mode=found.mode, as_json=True))
+    show(found, Settings(mode=found.mode, as_json=True))
     assert msgspec.json.decode(capsys.readouterr().out, type=Result) == found
     with pytest.raises(UsageError, match="cannot be written"):
-        report.show(found, Settings(mode=found.mode, plot=str(tmp_path / "no" / "x.png")))
+        show(found, Settings(mode=found.mode, plot=str(tmp_path / "no" / "x.png")))
