@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node=2 examples/tutorial/after.py
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tieredckpt
 
@@ -55,15 +57,27 @@ def main() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    loader = StatefulDataLoader(
+        rows[dist.get_rank() :: dist.get_world_size()],
+        batch_size=32,
+        shuffle=True,
+        num_workers=1,
+        generator=torch.Generator().manual_seed(dist.get_rank()),
+    )
     train = TrainState(model, optimizer)
-    state = {"train": train, "random": tieredckpt.per_rank(tieredckpt.RandomState())}
+    state = {
+        "train": train,
+        "random": tieredckpt.per_rank(tieredckpt.RandomState()),
+        "loader": tieredckpt.per_rank(loader),
+    }
 
     engine = tieredckpt.Engine.open(options.config)
     step = engine.load(state)
     print(f"rank {dist.get_rank()} starts from {step}", flush=True)
 
-    for _ in range(options.steps):
-        batch = torch.randn(32, 64)
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for batch in itertools.islice(epochs, options.steps):
         loss = (model(batch) - batch).square().mean()
         loss.backward()
         optimizer.step()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.utils.data import DataLoader
 
 from tests.support.agent import AgentProcess
 from tests.support.faults import death
@@ -33,6 +34,7 @@ from tests.support.states import (
 )
 from tieredckpt.dcp.slots import slot_ring
 from tieredckpt.dcp.state import items
+from tieredckpt.dcp.state.per_rank import per_rank
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.engine import Engine
 from tieredckpt.errors import (
@@ -479,6 +481,26 @@ def test_a_script_that_goes_back_is_started_again(runtime_dir: Path):
 def test_a_state_that_is_no_dict(engine: Engine, state: object):
     with pytest.raises(UsageError, match=r"needs a dict.*for example.* a (NoneType|list|Linear)"):
         engine.load(state)  # type: ignore[arg-type]
+
+
+class Rows(DataLoader[int]):
+    """A loader that resumes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_load_warns_of_a_loader_without_a_generator_of_its_own(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture
+):
+    own, other = Rows(range(4), generator=torch.Generator()), Rows(range(4))  # type: ignore[arg-type]
+    with Engine.open(config(runtime_dir)) as engine:
+        engine.load({"own": per_rank(own), "rows": per_rank(other), "alone": other})
+    found = [each for each in caplog.messages if "no generator of its own" in each]
+    assert [each.split()[2] for each in found] == ["'rows'", "'alone'"]
 
 
 def test_roll_back_abandons_and_goes_on(runtime_dir: Path, caplog: pytest.LogCaptureFixture):

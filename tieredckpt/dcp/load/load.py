@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from tieredckpt import failpoints
 from tieredckpt.dcp.job.history import HistoryState, newer_text
@@ -39,6 +40,7 @@ from tieredckpt.dcp.load.choose import (
 from tieredckpt.dcp.load.reader import Reader, names_text
 from tieredckpt.dcp.load.sharing import storages_of
 from tieredckpt.dcp.slots.stager import materialized
+from tieredckpt.dcp.state.per_rank import PerRank
 from tieredckpt.dcp.state.per_rank_keys import parse_key
 from tieredckpt.dcp.state.planner import SafeLoadPlanner
 from tieredckpt.errors import (
@@ -87,6 +89,18 @@ def restore(session: Session, state: dict[str, Any], request: LoadRequest) -> in
     raise AssertionError  # the loop returns or raises
 
 
+def _warn_of_loaders(state: Mapping[str, Any]) -> None:
+    """Of loaders that draw a number from torch's generator once they begin, after the load."""
+    for name, value in state.items():
+        loader = value.obj if isinstance(value, PerRank) else value
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            log.warning(
+                "the loader %r of the state has no generator of its own: it draws from torch's "
+                "when it begins, and random numbers after a restart are others than without one; "
+                "give it generator=torch.Generator()", name,
+            )  # fmt: skip
+
+
 def _restore(
     session: Session,
     ranks: Ranks,
@@ -95,6 +109,8 @@ def _restore(
     begun_s: float,
 ) -> int | None:
     asked = check_same(ranks.gather(lambda: wanted(session, state, request)))
+    if not session.read_only:
+        _warn_of_loaders(state)
     contents: dict[str, dict[str, Any]] = {}
     failed: list[Refusal] = []
     tried: list[Reader] = []
