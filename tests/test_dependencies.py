@@ -20,7 +20,8 @@ FLOORS: dict[str, tuple[str, str]] = {
                 "CVE-2026-54273 to 54280, 34993, 47265, and below 3.13.4 CVE-2026-22815"),
     "botocore": ("1.36", "none known"),
     "click": ("8.3.3", "CVE-2026-7246: click.edit() runs parts of a name (we do not call it)"),
-    "fsspec": ("2024.12", "no hole known; before it s3fs replaces a file that it should create"),
+    "fsspec": ("2026.6", "CVE-2026-104851: files of another file system run code (reference://), "
+               "and so do pickles in the folder of a cache"),
     "lightning": ("2.6.4", "2.6.2 and 2.6.3 were somebody else's, and stole credentials "
                   "(GHSA-w37p-236h-pfx3)"),
     "matplotlib": ("3.9", "none known"),
@@ -105,6 +106,7 @@ def test_every_floor_is_in_use():
         ("dependencies", "aiohttp>=3.14.3,<4", "aiohttp!=3.12,<4", "aiohttp"),
         ("dependencies", "torch>=2.10", "left_Pad>=1", "left-pad"),
         ("s3", "obstore>=0.12", "obstore>=0.9", "obstore"),
+        ("fsspec", "fsspec>=2026.6", "fsspec>=2026.4", "fsspec"),
         ("build", "setuptools>=78.1.1", "setuptools>=77.0.3", "setuptools"),
     ],
 )

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tieredckpt.errors import ConfigError, TierUnavailableError
 from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.backends.open import open_store
 from tieredckpt.storage.base import Scope, Tier
 from tieredckpt.storage.object import fsspec as fsspec_tier
 from tieredckpt.storage.object.client import complaints
 from tieredckpt.storage.object.errors import ObjectSettings
-from tieredckpt.storage.object.fsspec import FsspecTier
+from tieredckpt.storage.object.fsspec import FsspecTier, why_refused
 from tieredckpt.testing.tier_suite import TierSuite
 
 SIZES = (1, 4096, BLOCK_BYTES, 2 * BLOCK_BYTES + 12345)
@@ -143,3 +146,54 @@ def test_an_option_that_fsspec_would_ignore_is_refused(
     with pytest.raises(ConfigError, match=f"{key}: fsspec does not read it"):
         FsspecTier("a", f"file://{tmp_path}", settings)
     assert [each.key for each in complaints("a", "sftp://host/a", settings)][-1] == key
+
+
+class OfAnother(fsspec.AbstractFileSystem):
+    """As one of a package that is installed here: only a base takes the file system below."""
+
+    def __init__(self, fo: object = None, **more: object):
+        raise AssertionError("made")
+
+
+class Derived(OfAnother):
+    def __init__(self, **more: object):
+        super().__init__(**more)
+
+
+BELOW, HERE = "is built from another file system", "is a folder of this host"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "why"),
+    [
+        *((each, BELOW) for each in ("reference", "dir", "generic", "zip", "filecache", "derived")),
+        *((each, HERE) for each in ("file", "local")),
+        ("c", "neither this package nor fsspec knows it"),  # fsspec's own: a drive of Windows
+    ],
+)
+def test_a_file_system_of_another_one_or_of_this_host_is_refused(
+    scheme: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fsspec.register_implementation("derived", Derived, clobber=True)
+    monkeypatch.setattr(
+        "fsspec.core.url_to_fs", lambda *args, **more: pytest.fail("it has the URL")
+    )
+    url = f"fsspec+{scheme}://{tmp_path}"
+    with pytest.raises(ConfigError, match=f"^tier a: .*{scheme}://.*{why}") as error:
+        open_store("a", url, "ns", ObjectSettings())
+    assert error.value.key == "url"
+    (found,) = complaints("a", url, ObjectSettings())
+    assert (found.key, found.fatal, why in found.message) == ("url", True, True)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_file_systems_elsewhere_are_not_refused():
+    for scheme in ("hdfs", "fsspec+s3", "ftp", "webhdfs"):
+        assert why_refused(f"{scheme}://host/a") is None
+
+
+def test_without_fsspec_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"^tier a: it needs the extra fsspec") as error:
+        open_store("a", "sftp://host/a", "ns", ObjectSettings())
+    assert error.value.key == "url"

@@ -102,8 +102,8 @@ def parse_url(value: object) -> str:
                 f'absolute path, as in "{FILE_URL_EXAMPLE}"'
             )
         return "file://" + parse_folder(rest)
-    if scheme in _UNUSABLE_SCHEMES:
-        raise ValueError(f"{show(value)}: {_UNUSABLE_SCHEMES[scheme]}; write {_URL_EXAMPLES}")
+    if (why := _UNUSABLE_SCHEMES.get(scheme.removeprefix("fsspec+"))) is not None:
+        raise ValueError(f"{show(value)}: {why}; write {_URL_EXAMPLES}")
     meant = difflib.get_close_matches(scheme.lower(), ("file", "s3"), n=1, cutoff=0.75)
     if (meant and meant[0] != scheme) or not _SCHEME.fullmatch(scheme):
         near = f' (did you mean "{meant[0]}://"?)' if meant else ""
@@ -112,6 +112,11 @@ def parse_url(value: object) -> str:
         )
     if scheme in _BUCKETS and rest.startswith("/"):
         raise ValueError(f'{show(value)} names no bucket; write "{scheme}://bucket/checkpoints"')
+    if scheme not in _BUCKETS and "::" in rest:
+        raise ValueError(
+            f'{show(value)}: fsspec takes "::" as a chain of file systems, and a tier is in one; '
+            "write the host's name in place of such an address"
+        )
     return f"{scheme}://{_place(value, rest)}"
 
 

@@ -192,6 +192,12 @@ S3 = {"name": "s3", "url": "s3://bucket/ckpt"}
         ({"tiers": [TIER | {"url": "s3://b/../c"}]},
          'tiers[0].url: "s3://b/../c" is not a usable URL: name a bucket or host, and a path '
          'without ".."'),
+        ({"tiers": [TIER | {"url": "fsspec+reference://::data:,x"}]},
+         'tiers[0].url: "fsspec+reference://::data:,x": fsspec takes "::" as a chain of file '
+         "systems, and a tier is in one; write the host's name in place of such an address"),
+        ({"tiers": [TIER | {"url": "fsspec+memory://a/b"}]},
+         'tiers[0].url: "fsspec+memory://a/b": it ends with the process; '
+         'write "file:///mnt/nvme/checkpoints" or "s3://bucket/checkpoints"'),
         ({"tiers": [TIER | {"url": "sftp://me:secret@host/b"}]},
          "tiers[0].url: there is a password in it, and configurations are printed; remove it"),
         ({"tiers": [S3 | {"scope": "host"}]},
@@ -336,7 +342,7 @@ def test_a_store_of_ones_own_may_have_other_names() -> None:
     for url in ("s3://my bucket/c", "s3://b$/c"):
         with pytest.raises(ConfigError):
             load_config({"tiers": [tier | {"url": url}]}, {})
-    for url in ("az://$root/c", "gs://" + ".".join(["b" * 63] * 3)):
+    for url in ("s3://bucket/a::b", "az://$root/c", "gs://" + ".".join(["b" * 63] * 3)):
         load_config({"tiers": [{"name": "far", "url": url}]}, {})
 
 

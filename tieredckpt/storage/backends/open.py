@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tieredckpt.errors import ConfigError
 from tieredckpt.storage.base import Tier
 from tieredckpt.storage.object.errors import SCHEMES, ObjectSettings, parse_object_url
 from tieredckpt.storage.object.supplied import Handed, Supplied
@@ -31,6 +32,10 @@ def open_store(
         from tieredckpt.storage.object.tier import ObjectTier
 
         return ObjectTier(name, parse_object_url(at), settings, script)
-    from tieredckpt.storage.object.fsspec import FsspecTier
+    from tieredckpt.storage.object.fsspec import FsspecTier, fsspec_call, why_refused
 
+    with fsspec_call(name, f"open {at[:200]}"):  # a package that is installed may not work
+        why = why_refused(at)
+    if why is not None:
+        raise ConfigError(f"tier {name}: {why}", key="url")
     return FsspecTier(name, at, settings)

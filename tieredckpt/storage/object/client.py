@@ -205,9 +205,9 @@ def complaints(name: str, url: str, settings: ObjectSettings) -> Iterator[Compla
     if missing:
         return
     if extra == "fsspec":
-        from tieredckpt.storage.object.fsspec import UNREAD, unread, why_unknown
+        from tieredckpt.storage.object.fsspec import UNREAD, unread, why_refused
 
-        if (why := why_unknown(url)) is not None:
+        if (why := why_refused(url)) is not None:
             yield Complaint("url", why)
         if (key := unread(settings)) is not None:
             yield Complaint(key, UNREAD)

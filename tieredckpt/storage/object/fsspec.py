@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
+from inspect import signature
 from typing import Any, Unpack
 
 from tieredckpt.errors import (
@@ -69,19 +70,30 @@ _UNREAD = {
     "storage_class": "storage_class", "sse_type": "sse",
 }  # fmt: skip
 """Settings by their keys in the configuration."""
+_OF_ANOTHER = frozenset({"fo", "target_protocol", "default_method"})
+"""Arguments of file systems that are built from another one. What they do follows from the files of
+that one: fsspec before 2026.6 runs code from them."""
 
 
-def why_unknown(url: str) -> str | None:
-    """Why the installed fsspec cannot open a URL of this scheme; None: it can. Sends no request."""
-    from fsspec import get_filesystem_class
-
+def why_refused(url: str) -> str | None:
+    """Why no tier can have a URL of this scheme; None: one can. fsspec is not given the URL."""
+    try:
+        from fsspec import get_filesystem_class
+    except ImportError:
+        return f"it needs the extra fsspec: {how_to_install('fsspec')}"
     scheme = url.removeprefix(PREFIX).partition("://")[0]
     try:
-        get_filesystem_class(scheme)
+        kind = get_filesystem_class(scheme)
     except ValueError:
         return f"there is no tier for {scheme}://: neither this package nor fsspec knows it"
     except ImportError as error:
         return f"a package that fsspec needs for {scheme}:// is not installed: {error}"
+    arguments = {name for each in kind.__mro__ for name in signature(each.__init__).parameters}
+    # (Of hdfs:// only a base takes "fs".)
+    if arguments & _OF_ANOTHER or "fs" in signature(kind.__init__).parameters:
+        return f"{scheme}:// is built from another file system; write that one's URL"
+    if getattr(kind, "local_file", False):
+        return f"{scheme}:// through fsspec is a folder of this host; write file:///absolute/folder"
     return None
 
 
@@ -97,13 +109,14 @@ class FsspecTier(Tier):
 
     Args:
         name: The tier's name in the configuration.
-        url: As fsspec takes it, without the prefix :data:`PREFIX`. Options of the file system are
-            fsspec's own configuration (``~/.config/fsspec``), where credentials belong, too.
+        url: As fsspec takes it, without the prefix :data:`PREFIX`, and accepted by
+            :func:`why_refused`. Options of the file system are fsspec's own configuration
+            (``~/.config/fsspec``), where credentials belong, too.
         settings: ``retry_for_s`` limits the wait for another writer of a key, and calls that last
             longer than ``timeout_s`` are reported. For the others see :func:`unread`.
 
     Raises:
-        ConfigError: fsspec, or a package it needs for this URL, is not installed; not a URL; a
+        ConfigError: A package that fsspec needs for this URL is not installed; not a URL; a
             setting that would have another meaning here.
         TierUnavailableError: The file system does not answer.
     """
@@ -116,12 +129,8 @@ class FsspecTier(Tier):
         self._retry_for_s, self._timeout_s = settings.retry_for_s, settings.timeout_s
         if (key := unread(settings)) is not None:
             raise ConfigError(f"tier {name}: {key}: {UNREAD}", key=key)
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise ConfigError(
-                f"tier {name} needs the extra fsspec: {how_to_install('fsspec')}", key="url"
-            ) from error
+        from fsspec.core import url_to_fs
+
         with fsspec_call(name, f"open {url[:200]}"):
             try:
                 # Of its own: fsspec keeps a shared one, with its connections, for ever.
