@@ -278,7 +278,7 @@ class Board(b.Board):
         self._answer_s = None
         self._stood_s = 0.0
         self.listed = len(self._world.machines)
-        self.problems = {}
+        self._unreached, self._unreadable = {}, {}
         self._lock: Any = _Condition(self._notify)
         self._out = None
         self._poll = None

@@ -116,7 +116,7 @@ def unpack_names(lengths: bytes, text: bytes, limit: int, what: str) -> list[str
 
 
 def unpack_struct(
-    decoder: msgspec.msgpack.Decoder[T],
+    decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T],
     payload: bytes,
     what: str,
     check: Callable[[T], object] = lambda value: None,

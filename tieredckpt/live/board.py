@@ -25,7 +25,13 @@ import msgspec
 
 from tieredckpt.agent.host.addresses import split_port, with_port
 from tieredckpt.config.network import DiscoveryConfig
-from tieredckpt.errors import TieredCkptError, TierUnavailableError
+from tieredckpt.errors import (
+    IntegrityError,
+    RemoteProtocolError,
+    TieredCkptError,
+    TierUnavailableError,
+)
+from tieredckpt.format.envelope import unpack_struct
 from tieredckpt.live.decide import order_of
 from tieredckpt.live.messages import Decision, Term, View
 from tieredckpt.rpc.agent_client import AgentClient
@@ -92,14 +98,16 @@ class Seen(Generic[Message]):
     """
 
     def __init__(self, kind: type[Message], clock: Callable[[], float]) -> None:
-        self._decode: Callable[[bytes], Message] = msgspec.msgpack.Decoder(kind).decode
+        self._decode: Callable[[bytes], Message] = partial(
+            unpack_struct, msgspec.msgpack.Decoder(kind), what="its message"
+        )
         self._clock = clock
         self._found: dict[str, tuple[Message, float]] = {}
         self._read_s: dict[str, float] = {}
         """When the last message of each host was read."""
 
     def record(self, host: str, data: bytes, *, is_first: bool) -> bool:
-        """Record a message; whether it is a new one. Raises msgspec.MsgspecError.
+        """Record a message; whether it is a new one. Raises IntegrityError.
 
         ``is_first``: the reading of its table begins, so that it may have been there for long.
         """
@@ -175,8 +183,8 @@ class Board:
         self._stopped = threading.Event()
         self.listed = len(discovery.addresses)
         """Addresses of hosts, by ``discovery``."""
-        self.problems: dict[str, str] = {}
-        """By address or host, why it does not count."""
+        self._unreached: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
         # A view has a thread of its own for each host that it is sent to: an agent that does not
         # answer, such as the own one while it is started again, delays no other.
         views = [partial(self._send_view, number) for number in range(2)]
@@ -185,6 +193,11 @@ class Board:
             threading.Thread(target=self._forever, args=(loop,), name="tck-board", daemon=True)
             for loop in loops
         ]
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By address or host, why it does not count."""
+        return {**self._unreached, **self._unreadable}
 
     def start(self) -> None:
         """Begin to exchange."""
@@ -332,12 +345,18 @@ class Board:
     def _receive(self, kind: type[Any], reply: KvReply, *, is_first: bool = False) -> None:
         seen: Seen[Any] = self._records if kind is Record else self._views
         news = False
+        if len(reply.keys) != len(reply.values):
+            raise RemoteProtocolError("a table's reply has not one value for each key")
         for host, data in zip(reply.keys, reply.values, strict=True):
+            if host == self.host or data is None:
+                continue
             try:
-                if host != self.host and data is not None:
-                    news |= seen.record(host, data, is_first=is_first)
-            except msgspec.MsgspecError as error:  # of another version
-                self.problems[host] = f"its message cannot be read: {error}"
+                news |= seen.record(host, data, is_first=is_first)
+                self._unreadable.pop(host, None)
+            except IntegrityError as error:  # of another version, or not a supervisor's
+                if host not in self._unreadable:
+                    log.warning("host %.64r does not count: %s", host, error.message)
+                self._unreadable[host] = error.message
         if news:
             self._wake()
 
@@ -362,9 +381,9 @@ class Board:
     def _try(self, call: Callable[[str], None], place: str) -> None:
         try:
             call(place)
-            self.problems.pop(place, None)
+            self._unreached.pop(place, None)
         except TieredCkptError as error:  # perhaps it has not started yet
-            self.problems[place] = error.message
+            self._unreached[place] = error.message
 
     def _addresses(self) -> set[str]:
         found = set(self._discovery.addresses)

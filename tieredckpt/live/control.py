@@ -17,7 +17,8 @@ from typing import Annotated
 
 import msgspec
 
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, IntegrityError
+from tieredckpt.format.envelope import unpack_struct
 from tieredckpt.live.messages import Order
 from tieredckpt.policy.ranks import Member
 
@@ -74,6 +75,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     starting: int
 
 
+_requests = msgspec.json.Decoder(Request)
+_statuses = msgspec.json.Decoder(Status)
+
+
 class Control:
     """The supervisor's side. Nothing of it waits.
 
@@ -102,12 +107,12 @@ class Control:
                 self._clients[client] = None
         for client, order in list(self._clients.items()):
             try:
-                asked = msgspec.json.decode(client.recv(MESSAGE_BYTES_MAX), type=Request)
+                asked = unpack_struct(_requests, client.recv(MESSAGE_BYTES_MAX), "its request")
                 at_ns = max(time.time_ns(), done.at_ns + 1) if asked != Request() else 0
                 order = Order(at_ns, asked.size, 0, asked.host, asked.deadline_s)
             except BlockingIOError:
                 pass  # it waits for the answer, or has not asked yet
-            except (OSError, msgspec.MsgspecError, RecursionError):
+            except (OSError, IntegrityError):
                 self._drop(client)  # it has ended, or sent nonsense
                 continue
             self._clients[client] = order
@@ -141,8 +146,8 @@ def ask(path: Path, request: Request, timeout_s: float) -> Status:
             client.send(msgspec.json.encode(request))
             client.settimeout(timeout_s)
             data = client.recv(MESSAGE_BYTES_MAX)
-            return msgspec.json.decode(data, type=Status)
-        except (OSError, msgspec.MsgspecError) as error:
+            return unpack_struct(_statuses, data, "its answer")
+        except (OSError, IntegrityError) as error:
             raise AgentError(f"the supervisor at {path}: {error}", outcome="unknown") from error
 
 

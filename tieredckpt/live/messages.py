@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from tieredckpt.format.envelope import unpack_struct
 from tieredckpt.policy.ranks import Member
 from tieredckpt.rpc.messages.agent import HostEntry
 
@@ -137,9 +138,18 @@ ToProcess = Train | Change | Stop | Leave
 FromProcess = Ready | Progress | Fault | Done
 
 encode = msgspec.json.Encoder().encode
-decode_to_process = msgspec.json.Decoder(ToProcess).decode
-decode_from_process = msgspec.json.Decoder(FromProcess).decode
-"""Raise msgspec.ValidationError or msgspec.DecodeError."""
+_to_process: msgspec.json.Decoder[ToProcess] = msgspec.json.Decoder(ToProcess)
+_from_process: msgspec.json.Decoder[FromProcess] = msgspec.json.Decoder(FromProcess)
+
+
+def decode_to_process(data: bytes) -> ToProcess:
+    """A packet of the supervisor. Raises IntegrityError."""
+    return unpack_struct(_to_process, data, "the supervisor's message")
+
+
+def decode_from_process(data: bytes) -> FromProcess:
+    """A packet of a process. Raises IntegrityError."""
+    return unpack_struct(_from_process, data, "its message")
 
 
 # --- between supervisors --------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-import msgspec
-
+from tieredckpt.errors import IntegrityError
 from tieredckpt.live import messages as m
 
 _READ_BYTES = 1 << 16
@@ -189,8 +188,8 @@ class Processes:
         try:
             if data:
                 return [m.decode_from_process(data)]
-        except msgspec.MsgspecError as error:
-            self._write(f"[tieredckpt] process {process.pid} sent {error}: killed")
+        except IntegrityError as error:
+            self._write(f"[tieredckpt] process {process.pid}: {error}: killed")
             process.kill_group(signal.SIGKILL)
         self._forget(process.socket)
         return []

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tieredckpt.dcp.torch_release import warn_of_release
-from tieredckpt.errors import StaleAttemptError
+from tieredckpt.errors import IntegrityError, StaleAttemptError
 from tieredckpt.live import messages as m
 from tieredckpt.live import torch_private as private
 from tieredckpt.live.survivor import SAVED, Kept, StateChangedError, modules_with_buffers
@@ -207,7 +206,7 @@ class Link:
                     self._on_stop(0)  # one before was for another one, also of the same number
                     self._on_change(None)
                     self._received.put(order)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, IntegrityError):
             log.exception("the supervisor's message cannot be read")
         finally:
             os._exit(EXIT_NO_SUPERVISOR)

@@ -26,6 +26,7 @@ from tieredckpt.agent.host.events import Hooks
 from tieredckpt.agent.host.listeners import Listeners
 from tieredckpt.agent.host.runtime import write_private
 from tieredckpt.errors import NotFoundError, TieredCkptError, TierUnavailableError
+from tieredckpt.format.envelope import MALFORMED
 from tieredckpt.format.manifest import check_host
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages import agent as m
@@ -136,7 +137,7 @@ def read_noted(path: Path) -> Noted:
         return _decoder.decode(path.read_bytes())
     except FileNotFoundError:
         return Noted()
-    except (OSError, ValueError) as error:
+    except (OSError, *MALFORMED) as error:
         log.warning("%s is unreadable, and the hosts in it are unknown: %s", path, error)
         return Noted()
 
