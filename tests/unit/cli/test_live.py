@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -83,6 +84,16 @@ def test_nothing_runs(folder: Path):
     (folder / f"{FOLDER_PREFIX}old" / "control").touch()  # of one that was killed
     assert "no `tieredckpt run` of this user" in invoke("status").output
     assert isinstance(invoke("resize", "2").exception, NotFoundError)
+
+
+def test_a_supervisor_of_another_user_is_not_asked(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    serve(FOUR)
+    assert "pid 70" in invoke("status").output
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    assert "no `tieredckpt run` of this user" in invoke("status").output
 
 
 def test_status(serve: Callable[..., None]):
