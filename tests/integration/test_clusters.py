@@ -23,6 +23,8 @@ import yaml
 
 from tests.support.agent import ROOT
 from tests.support.ports import own_loopback
+from tieredckpt.cli.config import _need
+from tieredckpt.cli.metrics import _address, metrics
 from tieredckpt.cli.run import run
 from tieredckpt.config.network import DEFAULT_PORT
 from tieredckpt.config.schema import Config, load_config
@@ -253,6 +255,42 @@ def test_a_pod_has_the_memory_and_the_time(name: str):
     of_pod = quantity(worker.host["resources"]["limits"]["memory"])
     assert sum(quantity(each["sizeLimit"]) for each in volumes) < of_pod
     assert worker.options["grace"] + 10 < worker.pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", ["tieredckpt.yaml", "jobset.yaml"])
+def test_the_memory_comes_with_its_sum(name: str):
+    """The comment beside ``capacity`` is what ``config check`` computes; more would not fit."""
+    text = " ".join(read(name).replace("#", "").split())
+    found = re.search(
+        r"up to (\d+) GiB per host: (\d) ranks x \((\d) own \+ (\d) copied\) slots of ([\d.]+) GiB "
+        r"= (\d+) GiB, as `tieredckpt config check FILE --state-size (\d+)GiB --ranks (\d) ", text
+    )  # fmt: skip
+    assert found is not None
+    state, ranks, own, copied, slot, total, *again = map(float, found.groups())
+    assert again == [state, ranks]
+    assert ranks * (own + copied) * slot == total
+    config = configuration() if name == "jobset.yaml" else load_config(FOLDER / name, {})
+    most = config.memory.capacity_bytes or 0
+    label_bytes = int(ranks * (own + copied)) << 12
+    assert _need(config, f"{state:.0f}GiB", int(ranks), 1).total_bytes == (
+        (int(total) << 30) + label_bytes
+    )
+    assert (int(total) << 30) + label_bytes < most
+    assert _need(config, f"{state + 1:.0f}GiB", int(ranks), 1).total_bytes > most
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_metrics_of_a_pod(name: str):
+    """The sidecar serves those of the agent, and does not keep the pod alive."""
+    pod = Worker(read(name)).pod
+    (sidecar,) = pod["initContainers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["command"] == ["tieredckpt", "agent", "metrics"]
+    options = copy.copy(metrics).make_context("metrics", sidecar["args"]).params
+    assert sidecar["ports"][0]["containerPort"] == _address(options["listen"])[1]
+    assert options["runtime_dir"] == Path(configuration().agent.runtime_dir)
+    (mount,) = sidecar["volumeMounts"]
+    assert Path(mount["mountPath"]) in options["runtime_dir"].parents
 
 
 @pytest.mark.parametrize("name", WORKERS)

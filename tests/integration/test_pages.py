@@ -29,7 +29,7 @@ ELSEWHERE = {
     "python3 -m venv": "the Makefile",
     "pip install": "the Makefile",
     "export": "sets a variable",
-    "torchrun --standalone --nproc-per-node=2 examples/tutorial/before.py": "tests/integration/test_tutorial.py",
+    "torchrun": "tests/integration/test_tutorial.py",
     "sleep": "tests/integration/test_tutorial.py",
     "rm -r": "deletes what the reader made",
     "python examples/from_torch_save.py": "tests/integration/test_examples.py",

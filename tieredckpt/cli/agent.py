@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 import select
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
+from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.output import print_json, size
 from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
 from tieredckpt.cli.status import status
@@ -21,7 +21,6 @@ from tieredckpt.config.sections import parsed
 from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import AgentError
 from tieredckpt.recovery.flush import FlushReport, flush_and_wait
-from tieredckpt.rpc.metrics import exposition
 
 STOP_DEADLINE_S = 30.0
 """A stopping agent finishes the block that it is writing, and syncs."""
@@ -143,50 +142,7 @@ def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> 
         click.echo(f"deleted from memory: {', '.join(chosen) or 'nothing'}")
 
 
-@group.command()
-@place_options
-@click.option(
-    "--output",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Replace this file in one step, as node_exporter's textfile collector wants it.",
-)
-def metrics(place: Place, output: Path | None) -> None:
-    """Print the agent's metrics in Prometheus's text format. Exit code 4 if no agent runs.
-
-    Without an agent the output is tieredckpt_up 0 alone, which replaces an older --output file too.
-
-    \b
-    Examples:
-      tieredckpt agent metrics
-      tieredckpt agent metrics --output /var/lib/node_exporter/textfile/tieredckpt.prom
-    """
-    missing: AgentError | None = None
-    with place.agent() as client:
-        try:
-            text = client.metrics()
-        except AgentError as error:
-            missing, text = error, exposition(None)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        _replace(output, text)
-    if missing is not None:
-        raise missing
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write ``path`` in one step, with the umask's permissions: another user may read it."""
-    # The collector reads *.prom alone, so it never meets the name of an unfinished file.
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("xb") as file:
-            file.write(data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
+group.add_command(metrics)
 group.add_command(status)
 
 

@@ -34,6 +34,7 @@ NODES_MAX = 10_000
 ENV_PREFIX = "TIEREDCKPT_"
 UNSHOWN_SECTION = "security"
 """No error message repeats a value of this section."""
+NO_SPACE = "write a space after the colon of a key"
 _LEVEL = "__"
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
@@ -184,7 +185,11 @@ def _yaml_value(text: str, *, name: str, path: str, source: Source, where: str =
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f", line {mark.line + 1}, column {mark.column + 1}" if mark and not where else ""
-        raise ConfigError(f"{name}{at}: {error.problem or error.context}", key=path) from error
+        reason = error.problem or error.context
+        rows = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        if any(re.search(r"\w:[{[\"']", row) for row in rows):
+            reason = f"{reason}; {NO_SPACE}"
+        raise ConfigError(f"{name}{at}: {reason}", key=path) from error
     except yaml.YAMLError as error:  # characters that YAML does not allow
         raise ConfigError(
             f"{name}: not valid YAML: {' '.join(str(error).split())}", key=path

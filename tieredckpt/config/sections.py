@@ -27,7 +27,7 @@ from typing import (
 
 import msgspec
 
-from tieredckpt.config.reader import Tree, child
+from tieredckpt.config.reader import NO_SPACE, Tree, child
 from tieredckpt.config.units import (
     format_duration,
     format_rate,
@@ -145,7 +145,7 @@ def entries(value: Tree, *kinds: type[Options]) -> dict[str, Tree]:
         if key in hints:
             hint = hints[key] if hints[key].startswith("delete it") else f"write {hints[key]}"
             fail(child("", key), f"unknown key; {hint}", allowed=keys)
-        near = _nearest(key, keys)
+        near = f"; {NO_SPACE}" if key.partition(":")[0] in keys else _nearest(key, keys)
         allowed = f"allowed keys: {', '.join(keys)}"
         fail(child("", key), f"unknown key{near}; {allowed}", allowed=keys)
     return value

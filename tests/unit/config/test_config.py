@@ -420,6 +420,11 @@ def test_hostile_yaml(write, text: str, message: str) -> None:
         (b"namespace: \xff", "is not UTF-8 text (byte 11)"),
         (b"a: \x00", "not valid YAML"),
         (b"a: [1", "tieredckpt.yaml, line 1"),
+        (b"a: 1\nmemory:{keep: {last: 2}}", "but found '}'; write a space after the colon"),
+        (
+            b"memory:{capacity: 1GiB}",
+            "unknown key; write a space after the colon of a key; allowed",
+        ),
         (b"a: 1\n---\nb: 2", "tieredckpt.yaml, line 2"),
         (b"#" * (1 << 20) + b"\n", "larger than 1048576 bytes"),
         (b"a: [" + b"1, " * 11_000 + b"]", "more than 10000 values"),

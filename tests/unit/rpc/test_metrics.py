@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -241,6 +245,36 @@ def test_a_real_agent_is_scraped(
         each.name for each in tmp_path.glob(".*")
     ] == [output.name]
     assert run(monkeypatch, *place, "--output", str(tmp_path / "none" / "x.prom")) == 1
+
+
+def test_they_are_served_by_http_with_and_without_an_agent(runtime_dir: Path):
+    words = ["agent", "metrics", "--runtime-dir", str(runtime_dir), "--listen", "127.0.0.1:0"]
+    server = subprocess.Popen([sys.executable, "-m", "tieredckpt", *words], stderr=subprocess.PIPE)
+    try:
+        assert server.stderr is not None
+        url = server.stderr.readline().decode().split()[-1]
+        assert url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(url, timeout=30) as reply:
+            assert reply.headers["Content-Type"].startswith("text/plain; version=")
+            assert reply.read() == exposition(None)
+        with AgentProcess(runtime_dir) as agent, urllib.request.urlopen(url, timeout=30) as reply:
+            assert value(parsed(reply.read()), "agent_info", pid=str(agent.pid)) == 1
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(url + "/other", timeout=30)
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("listen", ["9411", "x:", "127.0.0.1:70000", "203.0.113.1:9411"])
+def test_an_address_that_cannot_be_served(
+    listen: str,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert run(monkeypatch, "--runtime-dir", str(runtime_dir), "--listen", listen) == 2
+    assert listen in capsys.readouterr().err
 
 
 def scraped(runtime_dir: Path) -> bytes:

@@ -1,0 +1,124 @@
+"""``tieredckpt agent metrics``: the agent's metrics, printed, in a file, or served by HTTP."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import click
+
+from tieredckpt.cli.sources import Place, place_options
+from tieredckpt.errors import AgentError, UsageError
+from tieredckpt.rpc.metrics import TEXT_TYPE, exposition
+
+REQUEST_S = 10.0
+"""Longest a scrape may take; the next one waits for it."""
+
+
+class Server(HTTPServer):
+    """Serves ``read()`` at ``/metrics``, one request at a time."""
+
+    request_queue_size = 16
+
+    def __init__(self, address: tuple[str, int], read: Callable[[], bytes]) -> None:
+        super().__init__(address, _Handler)
+        self.read = read
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_S
+    server: Server
+
+    def do_GET(self) -> None:
+        """Answer a scrape."""
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "only /metrics is here")
+            return
+        text = self.server.read()
+        self.send_response(200)
+        self.send_header("Content-Type", TEXT_TYPE)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: scrapes are many."""
+
+
+@click.command()
+@place_options
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Replace this file in one step, as node_exporter's textfile collector wants it.",
+)
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Serve them at http://HOST:PORT/metrics until SIGTERM, to anyone who can connect.",
+)
+def metrics(place: Place, output: Path | None, listen: str | None) -> None:
+    """Print the agent's metrics in Prometheus's text format. Exit code 4 if no agent runs.
+
+    Without an agent the output is tieredckpt_up 0 alone, which replaces an older --output file too.
+
+    \b
+    Examples:
+      tieredckpt agent metrics
+      tieredckpt agent metrics --output /var/lib/node_exporter/textfile/tieredckpt.prom
+      tieredckpt agent metrics --listen 0.0.0.0:9411
+    """
+    if listen is not None:
+        if output is not None:
+            raise UsageError("--listen serves the metrics, --output writes them: choose one")
+        _serve(_address(listen), lambda: _read(place)[0])
+        return
+    text, missing = _read(place)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _replace(output, text)
+    if missing is not None:
+        raise missing
+
+
+def _read(place: Place) -> tuple[bytes, AgentError | None]:
+    """The metrics now; without an agent that there is none, and why."""
+    with place.agent() as client:
+        try:
+            return client.metrics(), None
+        except AgentError as error:
+            return exposition(None), error
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise UsageError(f"--listen {text}: not HOST:PORT, such as 127.0.0.1:9411")
+    return host, int(port)
+
+
+def _serve(address: tuple[str, int], read: Callable[[], bytes]) -> None:
+    try:
+        server = Server(address, read)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {':'.join(map(str, address))}: {error}") from error
+    with server:
+        click.echo(f"metrics at http://{address[0]}:{server.server_port}/metrics", err=True)
+        server.serve_forever()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write ``path`` in one step, with the umask's permissions: another user may read it."""
+    # The collector reads *.prom alone, so it never meets the name of an unfinished file.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            file.write(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
