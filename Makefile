@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-torch test-all test-nightly bench bench-live lint format venv clean
+.PHONY: help demo demo-hosts demo-s3 demo-live demo-elastic check test test-torch test-all test-nightly test-package docs bench bench-live lint format venv clean
 
 help:
 	@echo "make demo          train, kill, damage, recover; compare every loss (about 2 minutes)"
@@ -23,6 +23,8 @@ help:
 	@echo "make test-torch    the tests that depend on torch with another release: TORCH=2.14.1"
 	@echo "make test-all      all tests except the nightly ones: once before a change is finished (20 minutes)"
 	@echo "make test-nightly  all tests, with the long fuzz and fault sweeps (hours)"
+	@echo "make test-package  build sdist and wheel, run the wheel without torch in new environments (2 minutes)"
+	@echo "make docs          the pages as a site in out/site; a link that leads nowhere fails"
 	@echo "make bench         measure against the limits of this machine"
 	@echo "make bench-live    measure live recovery against restarts by torchrun (20 minutes)"
 	@echo "make lint          style, types and import layers only"
@@ -42,6 +44,11 @@ $(STAMP): pyproject.toml constraints.txt tests/s3-server.txt
 	show() { while read -r word rest; do case "$$word" in Collecting|Downloading|Installing|Preparing|Successfully) \
 	  if [ -t 1 ]; then printf '\r\033[K  %.90s' "$$word $$rest"; fi;; esac; done; if [ -t 1 ]; then printf '\r\033[K'; fi; }; \
 	{ pip setuptools && pip --no-build-isolation -e '.[plot,s3,fsspec,dev]' && pip --no-deps torchtitan && bare --no-deps --require-hashes -r tests/s3-server.txt; } 2>&1 | tee $$log | show || { cat $$log; exit 1; }
+	@touch $@
+
+# Extras that only one target needs: .venv/.docs and .venv/.package.
+$(VENV)/.%: $(STAMP)
+	@$(BIN)/python -m pip --disable-pip-version-check install -q --progress-bar off -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 
 demo: $(STAMP)
@@ -97,11 +104,19 @@ test-torch:
 	  --no-loadscope-reorder $(GATE) -W "ignore:torch $(TORCH):UserWarning" $$without \
 	  $(addprefix tests/,$(TORCH_TESTS)) $(PYTEST_ARGS)
 
-test-all: $(STAMP)
+test-all: $(STAMP) docs
 	@HYPOTHESIS_PROFILE=full $(PYTEST) -m "not nightly" -o run_timeout=7200 $(PYTEST_ARGS)
 
 test-nightly: $(STAMP)
 	@PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=nightly exec $(BIN)/python -m pytest -m "" --timeout 3600 -o run_timeout=0 $(PYTEST_ARGS)
+
+test-package: export PIP_CONSTRAINT = /dev/null
+test-package: $(VENV)/.package
+	@work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; $(BIN)/python -m tests.support.package "$$work"
+
+# Never with --quiet, which hides warnings from --strict, too.
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)

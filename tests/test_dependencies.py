@@ -43,11 +43,11 @@ FLOORS: dict[str, tuple[str, str]] = {
 """Least version of each dependency, and the hole that the one before it has."""
 
 TOOLS = {
-    "accelerate", "boto3", "hypothesis", "import-linter", "kubeflow-trainer-api", "mypy",
-    "pytest-timeout", "pytest-xdist", "ruff", "s3fs", "safetensors", "spmd-types", "torchao",
-    "torchdata", "trustme", "types-pyyaml", "tyro",
+    "accelerate", "boto3", "build", "hypothesis", "import-linter", "kubeflow-trainer-api",
+    "markdown-it-py", "mkdocs", "mypy", "pytest-timeout", "pytest-xdist", "ruff", "s3fs",
+    "safetensors", "spmd-types", "torchao", "torchdata", "trustme", "twine", "types-pyyaml", "tyro",
 }  # fmt: skip
-"""Of the tests alone, and no hole of them is known: `make` installs the pinned ones."""
+"""Of the tests and the Makefile alone, and no hole is known: `make` installs the pinned ones."""
 
 
 def canonical(name: str) -> str:
@@ -143,9 +143,9 @@ def test_pages_say_the_versions_that_are_required():
 # --- how to install it ----------------------------------------------------------------------------
 
 NAMED = re.compile(r"tieredckpt\[|\bpip3? install\b[^\n]*(?<![/\w.])tieredckpt(?![/\w.])")
-"""The index's name of the project, which is nobody's: whoever registers it would be installed."""
+"""The index's name of the project, from which nothing of ours is installed."""
 
-TREE = ("tieredckpt", "docs", "tests", "examples", "benchmarks", ".ci")
+TREE = ("tieredckpt", "docs", "tests", "examples", "benchmarks", ".ci", ".github")
 TEXTS = {".py", ".md", ".toml", ".txt", ".yaml", ".yml", ".sh", ".cfg", ".json", ""}
 
 
