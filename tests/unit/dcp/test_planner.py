@@ -232,7 +232,9 @@ def test_torchs_own_allow_list_is_neither_used_nor_changed(tmp_path: pathlib.Pat
 def test_all_refused_types_are_named():
     stream = io.BytesIO()
     torch.save({"a": (Mine(), [1]), "b": [Evil()], "c": {pathlib.Path: Mine}}, stream)
-    with pytest.raises(UsageError, match=r"builtins\.exec, pathlib\.Path, tests\..*Mine"):
+    with pytest.raises(
+        UsageError, match=r"builtins\.exec, pathlib(\._local)?\.Path, tests\..*Mine"
+    ):
         safe_loads("k", stream)
 
 
