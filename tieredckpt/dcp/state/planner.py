@@ -270,8 +270,8 @@ def safe_loads(
     if unsafe_pickle:
         return torch.load(value, map_location=device, weights_only=False)
     try:
-        with value.getbuffer() as data:
-            return rebuild(data, allow, device)
+        # Not its buffer: what an error refers to may outlive the stream, of which Python 3.13 warns.
+        return rebuild(memoryview(value.getvalue()), allow, device)
     except RefusedTypesError as error:
         raise UsageError(
             f"the value of {key!r} contains {error}, which is not loaded by default because "
