@@ -92,7 +92,7 @@ class Node:
         )
         self._ledger = self._registry.ledger
         self._ended = EndedRuns(self._registry, self._pool, self._lock, clock=clock)
-        self.tables = Tables()
+        self.tables = Tables(clock)
         self._data = DataCache(runtime.data, self._registry.is_live)
         self._stop = threading.Event()
         self._reaper = threading.Thread(target=self._reap_forever, name="tck-reaper", daemon=True)
@@ -153,6 +153,7 @@ class Node:
 
     def reap(self) -> None:
         """End the sessions whose lease is gone, and free what nobody accounts for."""
+        self.tables.expire()
         self._registry.end_dead()
         for namespace in self._registry.namespaces():
             namespace.use_tiers()

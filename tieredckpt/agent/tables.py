@@ -1,31 +1,40 @@
 """Key-value tables in this agent's memory, with which the ranks of a generation find each other.
 
 A table is used for one generation, and a lost host ends the generation. So nothing is replicated,
-written to disk or recovered, and nobody closes a table: the least recently used ones are dropped.
+written to disk or recovered, and nobody closes a table: it is dropped once it has not been used for
+``UNUSED_S``, and never to make room. A namespace may fill only its own tables: where a request does
+not fit it is refused, and no other one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
+import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 
 from tieredckpt.errors import CapacityError, UsageError
 from tieredckpt.rpc.messages.kv import REPLY_BYTES_MAX, Kv, KvReply
 
-TABLES_MAX = 16
-"""Of one namespace: a generation has one, and a late request may be of the one before."""
+UNUSED_S = 600.0
+TABLES_MAX = 64
+"""Of one namespace: more than the generations of a job that fails again and again in UNUSED_S."""
 NAMESPACES_MAX = 64
 BYTES_MAX = 64 << 20
-"""Of all tables: if they have more, no request adds to them."""
+"""Of all tables of one namespace, with the replies that they keep."""
+TABLE_BYTES_MAX = 16 << 20
+"""Of one table, so that a generation that fills its table leaves room for the next one's."""
 ENTRY_BYTES = 128
-"""What a key takes beside its own bytes, about."""
+"""What an entry takes beside its key and value, about."""
 WAITERS_MAX = 8192
-"""More than the connections that are served."""
+"""Of one table: more than the connections that are served."""
 REPLIES_MAX = 4096
 """Kept by one table for requests that are repeated: more than clients have under way."""
+REPLIES_BYTES_MAX = 2 * REPLY_BYTES_MAX
+"""Of the replies that one table keeps."""
 LOOK_S = 1.0
 """A waiting request whose client is gone is dropped so much later, at most."""
 
@@ -39,15 +48,22 @@ _Awaited = tuple[str | None, ...]
 
 
 class Table:
-    """One table. Its caller holds the lock of :class:`Tables`."""
+    """One table. Its caller holds the lock of :class:`Tables`.
+
+    Attributes:
+        size: Bytes of its keys and values.
+        kept: Bytes of the replies that it keeps.
+        used_s: When it was last used, or waited for.
+    """
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(16)
-        self.size = self._revision = 0
+        self.size = self.kept = self._revision = 0
+        self.used_s = 0.0
         self.waiters: dict[_Waiter, str | None] = {}
         """Futures that are done once a key changes; None: any key."""
         self._values: dict[str, bytes] = {}
-        self._queues: dict[str, deque[bytes]] = {}
+        self._queues: dict[str, list[bytes]] = {}
         self._replies: dict[str, KvReply] = {}
 
     def apply(self, request: Kv) -> tuple[KvReply, _Awaited]:
@@ -55,15 +71,25 @@ class Table:
         if request.once in self._replies:
             return self._replies[request.once], ()
         values, number, awaited = self._result_of(request)
+        page, more = self._page_of(request) if request.op == "watch" else ((), False)
+        values = values or tuple(map(self._values.get, page))
         if sum(len(value) for value in values if value is not None) > REPLY_BYTES_MAX:
             raise CapacityError(f"the reply has more than {REPLY_BYTES_MAX} bytes of values")
-        shown = tuple(self._values) if request.op == "watch" else ()
-        reply = KvReply(table_id=self.id, keys=shown, values=values, number=int(number))
-        if request.once and not awaited:
+        reply = KvReply(table_id=self.id, keys=page, values=values, number=int(number), more=more)
+        if request.once and request.op in (*_GROWING, "pop") and not awaited:
             self._replies[request.once] = reply
-            if len(self._replies) > REPLIES_MAX:
-                del self._replies[next(iter(self._replies))]
+            self.kept += _bytes(request.once, *values)
+            while len(self._replies) > REPLIES_MAX or self.kept > REPLIES_BYTES_MAX:
+                once = next(iter(self._replies))
+                self.kept -= _bytes(once, *self._replies.pop(once).values)
         return reply, awaited
+
+    def _page_of(self, request: Kv) -> tuple[tuple[str, ...], bool]:
+        """The next keys in order, as many as a reply may have, and whether there are more."""
+        keys = sorted(key for key in self._values if not request.keys or key > request.keys[0])
+        sizes = itertools.accumulate(_bytes(key, self._values[key]) for key in keys)
+        count = sum(size <= REPLY_BYTES_MAX for size in sizes)
+        return tuple(keys[:count]), count < len(keys)
 
     def _result_of(self, request: Kv) -> tuple[_Values, int, _Awaited]:
         """Values and number of the reply, and the awaited key."""
@@ -93,9 +119,9 @@ class Table:
                 return (), len(held), ()
             case "watch":
                 waits = (None,) if self._revision == request.after else ()
-                return tuple(held.values()), self._revision, waits
+                return (), self._revision, waits
             case "push":
-                self._queues.setdefault(key, deque()).append(request.values[0])
+                self._queues.setdefault(key, []).append(request.values[0])
                 self._changed(key, _size(key, request.values[0]))
             case "pop":
                 first = self._pop(key)
@@ -106,6 +132,8 @@ class Table:
 
     def _put(self, key: str, value: bytes | None) -> bool:
         """Set or, with None, delete; False: there was nothing to delete."""
+        if value is not None and _bytes(key, value) > REPLY_BYTES_MAX:
+            raise CapacityError(f"the value has more than {REPLY_BYTES_MAX} bytes with its key")
         old = self._values.pop(key, None)
         if value is not None:
             self._values[key] = value
@@ -114,8 +142,8 @@ class Table:
         return value is not None or old is not None
 
     def _pop(self, key: str) -> bytes | None:
-        queue = self._queues.pop(key, deque())
-        value = queue.popleft() if queue else None
+        queue = self._queues.pop(key, [])
+        value = queue.pop(0) if queue else None
         if queue:
             self._queues[key] = queue
         if value is not None:
@@ -134,12 +162,17 @@ class Tables:
     """The tables of all namespaces. Thread-safe; a request waits in the event loop of its caller.
 
     :attr:`waiting` is the number of requests that wait.
+
+    Args:
+        clock: Monotonic seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.waiting = 0
         self._lock = threading.Lock()
-        self._namespaces: dict[str, dict[str, Table]] = {}
+        self._tables: dict[tuple[str, str], Table] = {}
+        """By namespace and name."""
 
     async def do(
         self, namespace: str, request: Kv, is_wanted: Callable[[], bool] = lambda: True
@@ -157,8 +190,8 @@ class Tables:
                 left_s = until_s - loop.time()
                 if not awaited or left_s <= 0 or not is_wanted():
                     return reply
-                if self.waiting >= WAITERS_MAX:
-                    raise CapacityError(f"{WAITERS_MAX} requests wait for keys in this agent")
+                if len(table.waiters) >= WAITERS_MAX:
+                    raise CapacityError(f"{WAITERS_MAX} requests wait for keys of this table")
                 waiter = loop.create_future()
                 table.waiters[waiter] = awaited[0]
                 self.waiting += 1
@@ -172,26 +205,46 @@ class Tables:
     def drop(self, namespace: str) -> None:
         """Drop the tables of a namespace."""
         with self._lock:
-            self._namespaces.pop(namespace, None)
+            self._tables = {key: each for key, each in self._tables.items() if key[0] != namespace}
+
+    def expire(self) -> None:
+        """Drop the tables that nobody has used for ``UNUSED_S``."""
+        with self._lock:
+            from_s = self._clock() - UNUSED_S
+            self._tables = {k: each for k, each in self._tables.items() if each.used_s > from_s}
 
     def _find(self, namespace: str, request: Kv) -> Table:
-        """The table of a request, from now on the most recently used one."""
-        tables = self._namespaces[namespace] = self._namespaces.pop(namespace, {})
-        tables[request.table] = table = tables.pop(request.table, None) or Table()
-        while len(tables) > 1 and (len(tables) > TABLES_MAX or self._bytes() > BYTES_MAX):
-            del tables[next(iter(tables))]
-        if len(self._namespaces) > NAMESPACES_MAX:
-            del self._namespaces[next(iter(self._namespaces))]
-        if request.op in _GROWING and self._bytes() > BYTES_MAX:
-            raise CapacityError(f"the key-value tables of this agent have {BYTES_MAX} bytes")
+        """The table of a request, which is used now. Raises CapacityError: nothing was changed."""
+        key = namespace, request.table
+        table = self._tables.get(key) or Table()
+        others = [each for (of, _), each in self._tables.items() if of == namespace]
+        held = sum(each.size + each.kept for each in others)
+        more = 0
+        if request.op in _GROWING:
+            more = _bytes(*request.values) + sum(map(_bytes, request.keys))
+        is_full = more > max(0, min(BYTES_MAX - held, TABLE_BYTES_MAX - table.size))
+        if key not in self._tables:
+            namespaces = {namespace} | {of for of, _ in self._tables}
+            is_full |= len(others) >= TABLES_MAX or len(namespaces) > NAMESPACES_MAX
+        if is_full:
+            raise CapacityError(
+                f"{more} bytes more do not fit into key-value table {request.table}: it has "
+                f"{table.size} of {TABLE_BYTES_MAX}, and namespace {namespace} {held} of "
+                f"{BYTES_MAX} in {len(others)} of {TABLES_MAX} tables on this host. Delete keys, "
+                f"or wait: a table goes {UNUSED_S:.0f} s after its last use"
+            )
+        table.used_s = self._clock()
+        self._tables[key] = table
         return table
-
-    def _bytes(self) -> int:
-        return sum(each.size for tables in self._namespaces.values() for each in tables.values())
 
 
 def _size(key: str, value: bytes | None) -> int:
-    return ENTRY_BYTES + len(key) + len(value) if value is not None else 0
+    return _bytes(key, value) if value is not None else 0
+
+
+def _bytes(*parts: str | bytes | None) -> int:
+    """What an entry of these parts takes in memory, about."""
+    return ENTRY_BYTES + sum(map(sys.getsizeof, parts))
 
 
 def _sum(value: bytes, amount: int) -> int:

@@ -37,7 +37,7 @@ from tieredckpt.live.messages import Decision, Term, View
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
-from tieredckpt.rpc.messages.kv import Kv, KvReply, PeerKv
+from tieredckpt.rpc.messages.kv import Kv, KvReply, PeerKv, watch
 from tieredckpt.rpc.peer_client import PeerClient
 
 BEAT_S = 0.5
@@ -164,6 +164,7 @@ class Board:
         self._namespace = agent.namespace
         self._secret = secret
         self._discovery = discovery
+        self._job = job
         self._tables: dict[type[Any], str] = {Record: f"{job}.records", View: f"{job}.views"}
         self._wake = wake
         self._records = Seen(Record, time.monotonic)
@@ -319,6 +320,10 @@ class Board:
         if self._out is not None:
             record = msgspec.structs.replace(self._out[0], beat=time.time_ns())
             self._set(self.host, Record, record)
+            # Else its keys are dropped while the ranks train for long and need none of them.
+            if record.decision.generation:
+                table = record.decision.table_of(self._job)
+                self._ask(self.host, Kv(table=table, op="count"))
 
     def _watch(self) -> None:
         """Read the own table of views while this host leads, else the leader's record."""
@@ -334,7 +339,7 @@ class Board:
                 return
             kind = View if leader == self.host else Record
             request = Kv(table=self._tables[kind], op="watch", after=revision, wait_s=WATCH_S)
-            reply = self._ask(leader, request)
+            reply = watch(partial(self._ask, leader), request)
             if leader == self.host:
                 self._stood_s += self._stands_s()
                 self._answer_s = time.monotonic()
@@ -375,7 +380,8 @@ class Board:
                 list(pool.map(partial(self._try, self._find), unknown))
                 list(pool.map(partial(self._try, self._read), known))
         if self.host in self._leaders()[1:]:
-            self._receive(View, self._ask(self.host, Kv(table=self._tables[View], op="watch")))
+            own = Kv(table=self._tables[View], op="watch")
+            self._receive(View, watch(partial(self._ask, self.host), own))
         self._stopped.wait(BEAT_S / 2)
 
     def _try(self, call: Callable[[str], None], place: str) -> None:
@@ -406,7 +412,7 @@ class Board:
     def _read(self, host: str) -> None:
         request = Kv(table=self._tables[Record], op="watch")
         try:
-            reply = self._ask(host, request)
+            reply = watch(partial(self._ask, host), request)
         except TieredCkptError:
             # It may be another host by now, or the same one after a reboot.
             self._places = {place: at for place, at in self._places.items() if at != host}

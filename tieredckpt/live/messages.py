@@ -279,6 +279,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
     exit: int | None = None
 
+    def table_of(self, job: str) -> str:
+        """Name of the generation's table; no two generations have the same."""
+        (term, _, start), number = self.began
+        return f"{job}.{term}.{start}.{number}"
+
     @property
     def size(self) -> int:
         """Ranks of the generation."""

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,7 +23,7 @@ from tieredckpt.errors import AgentError, TieredCkptError, TierUnavailableError,
 from tieredckpt.rpc.agent_client import AgentClient
 from tieredckpt.rpc.auth import Secret
 from tieredckpt.rpc.messages.agent import HostEntry
-from tieredckpt.rpc.messages.kv import Kv, KvReply, Op, PeerKv
+from tieredckpt.rpc.messages.kv import Kv, KvReply, Op, PeerKv, watch
 from tieredckpt.rpc.peer_client import PeerClient
 
 _Answer = TypeVar("_Answer")
@@ -189,6 +190,9 @@ class AgentStore(_Store):
             table=self._table, op=op, keys=keys, wait_s=min(max(wait_s, 0.0), CHECK_S),
             once=secrets.token_hex(8) if op in ONCE else "", **more,
         )  # fmt: skip
+        return self._send(host, request)
+
+    def _send(self, host: int, request: Kv) -> KvReply:
         try:
             if host in self._peers:
                 reply = self._answered(lambda: self._peers[host].ask(PeerKv(request=request)))
@@ -200,7 +204,7 @@ class AgentStore(_Store):
             raise  # a ValueError, as of torch's stores
         except TieredCkptError as error:
             self._check()  # the better reason
-            text = f"{op} at the agent of host {self._hosts[host]}: {error.message}"
+            text = f"{request.op} at the agent of host {self._hosts[host]}: {error.message}"
             raise dist.DistStoreError(text) from error
         return reply
 
@@ -262,7 +266,8 @@ class AgentStore(_Store):
 
     def list_keys(self) -> list[str]:
         every = range(len(self._hosts))
-        return [key for host in every for key in self._ask(host, "watch").keys]
+        asked = Kv(table=self._table, op="watch")
+        return [key for host in every for key in watch(partial(self._send, host), asked).keys]
 
     def append(self, key: str, value: str | bytes) -> None:
         self._of("append", key, values=(_raw(value),))

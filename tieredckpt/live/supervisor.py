@@ -612,8 +612,7 @@ class Supervisor:
         known, job, keys = self._known, self._job, None
         hosts = list(dict.fromkeys(each.host for each in known.members))
         if job is not None:
-            (term, _, start), number = known.began  # no two generations have the same
-            table = f"{job.keys.table}.{term}.{start}.{number}"
+            table = known.table_of(job.keys.table)
             keys = msgspec.structs.replace(job.keys, table=table, hosts=known.hosts)
         for pid, rank in ranks.items():
             process = self._processes.living[pid]

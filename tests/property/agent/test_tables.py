@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import defaultdict, deque
 from typing import Any
 
@@ -93,9 +94,10 @@ def test_a_table_is_a_dict_and_queues(operations: list[tuple[str, Any]]):
                 assert (found, reply.number) == (dict(values), number)
             else:
                 assert (reply.values, reply.number) == (values, number)
-        held = sum(128 + len(k) + len(v) for k, v in model.held.items())
-        queued = sum(128 + len(k) + len(v) for k, q in model.queues.items() for v in q)
-        assert tables._bytes() == held + queued
+        queued = [(key, value) for key, queue in model.queues.items() for value in queue]
+        entries = [*model.held.items(), *queued]
+        size = sum(128 + sys.getsizeof(key) + sys.getsizeof(value) for key, value in entries)
+        assert sum(table.size for table in tables._tables.values()) == size
 
     asyncio.run(run())
 

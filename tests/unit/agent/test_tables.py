@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 
 from tieredckpt.agent import tables as tables_module
-from tieredckpt.agent.tables import TABLES_MAX, Tables
+from tieredckpt.agent.tables import (
+    BYTES_MAX,
+    REPLIES_BYTES_MAX,
+    TABLE_BYTES_MAX,
+    TABLES_MAX,
+    UNUSED_S,
+    Tables,
+)
 from tieredckpt.errors import CapacityError, RemoteProtocolError, UsageError
-from tieredckpt.rpc.messages.kv import KEY_CHARS_MAX, REPLY_BYTES_MAX, WAIT_S_MAX, Kv, KvReply
+from tieredckpt.rpc.messages.kv import (
+    KEY_CHARS_MAX,
+    REPLY_BYTES_MAX,
+    WAIT_S_MAX,
+    Kv,
+    KvReply,
+    watch,
+)
 
 NAMESPACE = "run"
 
@@ -132,7 +147,7 @@ def test_a_request_that_is_cancelled_leaves_no_waiter():
 
     asyncio.run(run())
     assert not tables.waiting
-    assert not tables._namespaces[NAMESPACE]["t"].waiters
+    assert not tables._tables[NAMESPACE, "t"].waiters
 
 
 def test_the_number_of_waiters_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -149,7 +164,47 @@ def test_the_number_of_waiters_is_bounded(monkeypatch: pytest.MonkeyPatch):
     assert [reply.values for reply in replies] == [(b"x",), (b"x",)]
 
 
-def test_the_least_recently_used_table_of_a_namespace_is_dropped():
+class Clock:
+    """Seconds that a test sets."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_table_goes_ten_minutes_after_its_last_use():
+    clock = Clock()
+    tables = Tables(clock)
+    first = ask(tables, "set", "k", values=(b"x",)).table_id
+    for _ in range(3):
+        clock.now_s += UNUSED_S - 1
+        tables.expire()
+        assert ask(tables, "count").table_id == first
+    clock.now_s += UNUSED_S
+    tables.expire()
+    assert not tables._tables
+    assert ask(tables, "count").table_id != first
+
+
+def test_a_wait_is_a_use(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "LOOK_S", 0.01)
+    clock = Clock()
+    tables = Tables(clock)
+
+    def is_wanted() -> bool:
+        clock.now_s += UNUSED_S / 2
+        return clock.now_s < 4 * UNUSED_S
+
+    reply = asyncio.run(tables.do(NAMESPACE, kv("get", "k", wait_s=WAIT_S_MAX), is_wanted))
+    tables.expire()
+    assert ask(tables, "count").table_id == reply.table_id
+
+
+def test_a_namespace_that_has_too_many_tables_is_refused_and_no_other_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(tables_module, "NAMESPACES_MAX", 2)
     tables = Tables()
 
     def touch(name: str, namespace: str = NAMESPACE) -> str:
@@ -157,27 +212,134 @@ def test_the_least_recently_used_table_of_a_namespace_is_dropped():
         return asyncio.run(tables.do(namespace, request)).table_id
 
     ids = [touch(f"t{i}") for i in range(TABLES_MAX)]
-    other = touch("t0", "other")
-    assert touch("t0") == ids[0]
-    touch("new")
-    assert touch("t0") == ids[0]
-    assert touch("t1") != ids[1]
-    assert touch("t0", "other") == other
+    with pytest.raises(CapacityError, match=f"of {TABLES_MAX} tables"):
+        touch("new")
+    touch("t0", "other")
+    with pytest.raises(CapacityError, match="0 of 64 tables"):
+        touch("t0", "third")
+    assert [touch(f"t{i}") for i in range(TABLES_MAX)] == ids
 
 
-def test_the_bytes_of_all_tables_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tables_module, "BYTES_MAX", 4000)
+def test_a_namespace_that_fills_its_tables_changes_nothing_in_the_table_of_another_job():
     tables = Tables()
-    ask(tables, "set", "k", values=(bytes(2500),))
-    ask(tables, "push", "q", namespace="other", values=(bytes(2500),))
-    for op, more in (("set", (b"",)), ("append", (b"",)), ("push", (b"",)), ("add", ())):
-        with pytest.raises(CapacityError, match="4000 bytes"):
-            ask(tables, op, "more", values=more)
-    assert ask(tables, "pop", "q", namespace="other").values == (bytes(2500),)
-    ask(tables, "set", "k", values=(b"",))
-    ask(tables, "set", "more", values=(b"",))
-    ask(tables, "delete", "k", "more")
-    assert tables._namespaces[NAMESPACE]["t"].size == 0
+    job = ask(tables, "set", "k", namespace="job", values=(b"x",)).table_id
+    stored = 0
+
+    async def fill() -> None:
+        nonlocal stored
+        for number in range(68):
+            for part in range(10):
+                value = bytes(100_000 + part)
+                table = f"t{number}"
+                request = Kv(table=table, op="set", keys=(f"{part}",), values=(value,))
+                await tables.do(NAMESPACE, request)
+                stored += len(value)
+
+    with pytest.raises(CapacityError, match="Delete keys, or wait"):
+        asyncio.run(fill())
+    assert BYTES_MAX * 0.9 < stored < BYTES_MAX
+    reply = ask(tables, "set", "more", namespace="job", values=(bytes(1 << 20),))
+    assert reply.table_id == job
+    assert ask(tables, "get", "k", namespace="job").values == (b"x",)
+
+
+def test_a_full_generation_leaves_room_for_the_next_one():
+    tables = Tables()
+    fit = TABLE_BYTES_MAX // (1 << 20) - 1
+    for number in range(fit):
+        ask(tables, "set", f"{number}", values=(bytes(1 << 20),))
+    with pytest.raises(CapacityError, match="Delete keys, or wait"):
+        ask(tables, "set", f"{fit}", values=(bytes(1 << 20),))
+    for name in ("next", "after"):
+        request = Kv(table=name, op="set", keys=("k",), values=(bytes(1 << 20),))
+        asyncio.run(tables.do(NAMESPACE, request))
+    # The full one is as before, and has room again once something is deleted.
+    ask(tables, "delete", "0")
+    ask(tables, "set", "0", values=(bytes(1000),))
+
+
+def test_bytes_that_do_not_fit_are_refused_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "TABLE_BYTES_MAX", 4000)
+    tables = Tables()
+    ask(tables, "set", "k", values=(bytes(3500),))
+    before = ask(tables, "watch")
+    for op, values in (
+        ("set", (bytes(300),)), ("append", (bytes(300),)), ("push", (bytes(300),)),
+        ("compare_set", (b"", bytes(300))),
+    ):  # fmt: skip
+        with pytest.raises(CapacityError, match="of 4000"):
+            ask(tables, op, "more", values=values)
+    with pytest.raises(CapacityError, match="of 4000"):
+        ask(tables, "add", "\U0001f600" * 100, amount=1)  # 400 bytes
+    assert ask(tables, "watch") == before
+    assert ask(tables, "delete", "k").number == 1
+    assert [table.size for table in tables._tables.values()] == [0]
+
+
+@pytest.mark.parametrize("what", ["replies", "small", "queues", "keys"])
+def test_what_requests_take_in_memory_is_bounded(what: str, monkeypatch: pytest.MonkeyPatch):
+    """1,500 compare_set of 1 MB took 1.5 GiB: each of their replies was kept."""
+    if what != "replies":
+        monkeypatch.setattr(tables_module, "TABLE_BYTES_MAX", 1 << 20)
+    tables = Tables()
+
+    def request(number: int) -> Kv:
+        match what:
+            case "replies":
+                return kv("compare_set", "k", values=(bytes(1_000_000), b""), once=f"{number}")
+            case "small":
+                return kv("set", f"{number}", values=(b"",))
+            case "queues":
+                return kv("push", f"{number}", values=(b"",))
+        return kv("add", "\U0001f600" * 1000 + f"{number}", amount=1)
+
+    async def run() -> int:
+        tracemalloc.start()
+        try:
+            for number in range(1500 if what == "replies" else 10_000):
+                await tables.do(NAMESPACE, request(number))
+        except CapacityError:
+            assert what != "replies"
+        else:
+            assert what == "replies"
+        finally:
+            found = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+        return found
+
+    limit = REPLIES_BYTES_MAX if what == "replies" else 1 << 20
+    assert limit / 4 < asyncio.run(run()) < limit
+
+
+def test_pages_of_a_watch():
+    tables = Tables()
+    values = {f"k{number:02}": bytes([number]) * 1_000_000 for number in range(12)}
+    for key, value in values.items():
+        ask(tables, "set", key, values=(value,))
+    sizes = []
+
+    def of(request: Kv) -> KvReply:
+        reply = asyncio.run(tables.do(NAMESPACE, request))
+        sizes.append(sum(map(len, filter(None, reply.values))))
+        if len(sizes) == 1:
+            ask(tables, "set", "k11", values=(b"new",))
+        return reply
+
+    revision = ask(tables, "count") and ask(tables, "watch").number
+    reply = watch(of, kv("watch", after=revision - 1, wait_s=WAIT_S_MAX))
+    assert dict(zip(reply.keys, reply.values, strict=True)) == values | {"k11": b"new"}
+    assert reply.number == revision
+    assert len(sizes) == 2
+    assert max(sizes) <= REPLY_BYTES_MAX
+
+
+def test_a_value_that_no_reply_can_have_is_refused():
+    tables = Tables()
+    for _ in range(7):
+        ask(tables, "append", "k", values=(bytes(1 << 20),))
+    with pytest.raises(CapacityError, match="the value has more"):
+        ask(tables, "append", "k", values=(bytes(1 << 20),))
+    assert ask(tables, "watch").keys == ("k",)
 
 
 def test_the_reply_is_bounded():

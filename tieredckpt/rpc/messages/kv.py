@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -25,17 +26,19 @@ _Key = Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)]
 _Value = Annotated[bytes, msgspec.Meta(max_length=SMALL_BODY_BYTES_MAX)]
 
 
-class KvReply(base.Message, frozen=True):
+class KvReply(base.Message, frozen=True, omit_defaults=True):
     """Reply to :class:`Kv`."""
 
     table_id: str
     """Made at random with the table: another one means that the earlier keys are lost."""
     keys: tuple[str, ...] = ()
-    """Of "watch"."""
+    """Of "watch", in order."""
     values: tuple[bytes | None, ...] = ()
     """In the order of the keys; None: there is none (in time)."""
     number: int = 0
     """See each operation."""
+    more: bool = False
+    """Of "watch": there are keys behind these."""
 
 
 class Kv(NodeRequest[KvReply], frozen=True):
@@ -50,7 +53,8 @@ class Kv(NodeRequest[KvReply], frozen=True):
                     missing key equals b"" alone, else the reply has what was expected
     delete          number: the ``keys`` that existed
     count           number: keys
-    watch           all keys and values; waits until the revision is not ``after``; number: the
+    watch           keys and values in order, those behind ``keys[0]`` if it is given, as many as
+                    fit into a reply; waits until the revision is not ``after``; number: the
                     revision, which each change increases
     push, pop, len  of a queue, apart from the keys: add a value; take the first one, or wait for
                     one; number: its length
@@ -60,8 +64,8 @@ class Kv(NodeRequest[KvReply], frozen=True):
     missing until then.
 
     Raises:
-        CapacityError: The tables of this agent are full, too many requests wait, or the reply is
-            too large.
+        CapacityError: The namespace's tables are full, too many of its requests wait, or a value
+            or the reply is too large.
         UsageError: ``add`` to a value that is no decimal number.
     """
 
@@ -87,6 +91,16 @@ class Kv(NodeRequest[KvReply], frozen=True):
         wanted = {"set": keys, "append": keys, "push": 1, "compare_set": 2}.get(self.op, 0)
         if values != wanted:
             raise ValueError(f"{self.op} of {keys} keys with {values} values, not {wanted}")
+
+
+def watch(ask: Callable[[Kv], KvReply], request: Kv) -> KvReply:
+    """All pages of a "watch" as one reply; its number is of the first: no change is missed."""
+    reply = page = ask(request)
+    while page.more:
+        page = ask(msgspec.structs.replace(request, keys=page.keys[-1:], wait_s=0.0))
+        keys, values = reply.keys + page.keys, reply.values + page.values
+        reply = msgspec.structs.replace(reply, keys=keys, values=values)
+    return reply
 
 
 class PeerKv(PeerRequest[KvReply], frozen=True):
