@@ -42,7 +42,9 @@ LINEAGE_MAX = 2048
 stay small in a run that was restarted (and saved in between) thousands of times."""
 
 NUMBER_MAX = 1 << 32
-"""No namespace is begun so often: a larger number is somebody's mistake, and is not counted on."""
+"""No namespace is begun so often: a larger number is somebody's mistake, and is not counted on.
+
+So no run makes a larger one, and a claim that has one ends nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from tieredckpt.format.manifest import (
 )
 from tieredckpt.format.plan_record import encoded_plan_id, seal_plan
 from tieredckpt.format.records import encode_save_record, encode_tombstone
-from tieredckpt.policy.history import next_attempt
+from tieredckpt.policy.history import NUMBER_MAX, next_attempt
 from tieredckpt.policy.shared_tier import (
     Aged,
     Found,
@@ -244,6 +244,29 @@ def test_a_claim_of_nobody_ends_nobody(catalog: SharedCatalog, kind: str):
     assert record.number == 3
     other.claim(record, [first.id])
     with pytest.raises(NamespaceInUseError, match="attempt 3 of another run"):
+        catalog.claim(first, [first.id])
+
+
+def test_a_claim_with_a_number_that_no_run_makes_ends_nobody(
+    catalog: SharedCatalog, caplog: pytest.LogCaptureFixture
+):
+    """It is reported and ignored; the highest one that a run makes counts."""
+    first, run = attempt(1, 1, 1), small_attempt().namespace
+    catalog.claim(first, [first.id])
+    forged = attempt(2**63 - 1, 2, 2)
+    catalog.tier.put(f"claims/{forged.number}", encode_attempt(forged))
+    catalog.claim(first, [first.id])
+    assert f"claims/{forged.number} is ignored" in caplog.text
+    other = another(catalog)
+    assert [each.id for each in other.attempts()] == [first.id]
+    followed = (Followed(NUMBER_MAX - 1, first.id), Followed(forged.number, forged.id))
+    taken = other.claims_of_nobody(run)
+    assert taken == [forged.number]
+    highest = next_attempt(
+        [first], [], hex_id(3), {}, followed, 0.0, namespace=run, run=hex_id(3), taken=taken
+    )
+    other.claim(highest, [first.id])
+    with pytest.raises(NamespaceInUseError, match=f"attempt {NUMBER_MAX} of another run"):
         catalog.claim(first, [first.id])
 
 

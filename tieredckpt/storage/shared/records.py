@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from tieredckpt.format.records import (
     decode_tombstone,
     is_tombstone,
 )
+from tieredckpt.policy.history import NUMBER_MAX
 from tieredckpt.storage.base import ObjectInfo, Tier, lease_key, manifest_key, save_of
 from tieredckpt.storage.stored import Parse, StoredAttempt, StoredManifest, parse_manifest
 
@@ -41,6 +43,8 @@ LISTED_MAX = 1 << 17
 """More of one kind is not a checkpoint store but a mistake. A deleted checkpoint counts twice."""
 ARCHIVED = "InvalidObjectState"
 """S3's code for an object that has to be brought back from an archive first."""
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Save = tuple[str, str]
@@ -211,13 +215,16 @@ def lean(manifest: Manifest) -> Manifest:
 
 
 def parse_claim(key: str, data: bytes | None, error: str | None) -> StoredAttempt | None:
-    """A claim, likewise."""
+    """A claim, likewise; without a record if it cannot be the claim of any run."""
     name = key.rpartition("/")[2]
     if not (name.isascii() and name.isdigit() and len(name) <= 19):
         return None
     record = decode_attempt(data) if data is not None else None
     if record is not None and record.number != int(name):
         record, error = None, f"{key} is the claim of another attempt"
+    if record is not None and record.number > NUMBER_MAX:
+        record, error = None, f"{key} is ignored: no run makes a number above {NUMBER_MAX}"
+        log.warning("%s", error)
     return StoredAttempt(key=key, data=data, record=record, error=error)
 
 
