@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import ssl
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -27,6 +27,7 @@ from tieredckpt.storage.object.errors import (
     error_of,
     parse_object_url,
     refusal_of,
+    without_body,
 )
 
 if TYPE_CHECKING:
@@ -156,9 +157,11 @@ def store_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]:
     except (AlreadyExistsError, PreconditionError) as error:
         raise ExistsError from error
     except (BaseError, OSError, ValueError) as error:
-        status = 404 if isinstance(error, FileNotFoundError) else 0
-        refusal = refusal_of(str(error), status)
-        raise error_of(refusal, tier=tier, doing=doing, **known) from error
+        refusal = refusal_of(str(error))
+        if isinstance(error, FileNotFoundError):
+            refusal = replace(refusal, status=404)
+        cause = BaseError(without_body(str(error)))  # a traceback shows it
+        raise error_of(refusal, tier=tier, doing=doing, **known) from cause
 
 
 def may_pass(error: TierUnavailableError) -> bool:

@@ -87,6 +87,13 @@ _TRIES = re.compile(
     r"in \S+, after \d+ retries, max_retries: \d+, retry_timeout: \S+ +- (?:HTTP error: )?"
 )
 """How obstore begins: with durations and counts, so that each error would be another one."""
+_BODY = re.compile(r"(status code: \d{3}[^:]*): .*", re.DOTALL)
+"""The body of a response as obstore quotes it, up to the end: it may repeat the request."""
+_PROOF = re.compile(
+    r"authorization|security-token|(token|signature|credential)\W*[:=]|bearer |AWS4|[a-z0-9+=]{40}",
+    re.IGNORECASE,
+)
+"""Of a request: names of what proves it, and values that are as long; not those of buckets."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w{1,40})")
 _FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "DiskFull"})
 _THROTTLED = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
@@ -118,17 +125,31 @@ class Refusal:
 
 
 def refusal_of(text: str, status: int = 0) -> Refusal:
-    """The status, code and message in the text of a response, or of an error that quotes one."""
+    """The status, code and message in the body of a response, or in an error that quotes one.
+
+    Of a body, whose ``status`` is given, nothing else is shown: it may repeat the request.
+    """
+    known = "" if status else without_body(text).partition("\n\nDebug source:")[0][:4000]
     if not status and (found := _STATUS.search(text)):
         status = int(found[1])
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is None and (code := _CODE_OF_KEY.search(text)) and code[1] == "AccessDenied":
         status = status or 403
-    quoted = _TRIES.sub(r"\1 \2: ", text.partition("\n\nDebug source:")[0][:4000])
-    short = message[1] if message else quoted[:400].strip()
+    quoted = _TRIES.sub(r"\1 \2: ", known)[:400].strip()
+    short = message[1] if message else quoted
     if short.endswith(_UNSENT):
         short += _why_unsent(text)
     return Refusal(status, code[1] if code else "", short)
+
+
+def without_body(text: str) -> str:
+    """An error of obstore without the response that it quotes."""
+    return _BODY.sub(r"\1", text)
+
+
+def shown(text: str) -> str:
+    """What a store sent, unless it may repeat what proves a request: logs and pages show it."""
+    return "its message is not shown: it repeats the request" if _PROOF.search(text) else text
 
 
 def _why_unsent(text: str) -> str:
@@ -150,6 +171,7 @@ def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known])
             ``missing_key`` to status 404.
     """
     code, status, missing_key = refusal.code, refusal.status, known.get("missing_key")
+    text = shown(refusal.text)
     if status == 404 and missing_key is not None and code != "NoSuchBucket":
         return NotFoundError(f"tier {tier} has no {missing_key}", key=missing_key)
     if status == 507 or code in _FULL:
@@ -166,8 +188,8 @@ def error_of(refusal: Refusal, *, tier: str, doing: str, **known: Unpack[Known])
         advice = "the store asks for fewer requests: lower the tier's concurrency, or wait"
     if not (advice or status) and _UNSENT in refusal.text:
         advice = NO_ANSWER
-    problem = f"{status} {code}".strip() if status else refusal.text
-    problem += f" ({refusal.text})" if status and refusal.text and not advice else ""
+    problem = f"{status} {code}".strip() if status else text
+    problem += f" ({text})" if status and text and not advice else ""
     refused = 400 <= status < 500 and status != 408
     return Unavailable(
         f"cannot {doing}: {problem}{'; ' if advice else ''}{advice}",

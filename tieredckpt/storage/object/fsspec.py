@@ -45,7 +45,7 @@ from tieredckpt.storage.base import (
 )
 from tieredckpt.storage.file_io import RUN_BYTES
 from tieredckpt.storage.folder import MAX_KEY_PARTS, TMP, Known, folder_of, key_parts, medium
-from tieredckpt.storage.object.errors import NO_ANSWER, ObjectSettings, Refusal, error_of
+from tieredckpt.storage.object.errors import NO_ANSWER, ObjectSettings, Refusal, error_of, shown
 
 PREFIX = "fsspec+"
 """``fsspec+s3://...`` is fsspec's, where ``s3://...`` is ours."""
@@ -534,14 +534,16 @@ def fsspec_call(tier: str, doing: str, **known: Unpack[Known]) -> Iterator[None]
         except TieredCkptError:
             raise
         except Exception as error:
+            text = shown(str(error))
+            cause = error if text == str(error) else None  # a traceback shows it
             if (refusal := _refusal_in(error)) is not None:
-                raise error_of(refusal, tier=tier, doing=doing, **known) from error
+                raise error_of(refusal, tier=tier, doing=doing, **known) from cause
             if isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(errno.ENOENT, str(error)) from error
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise TierUnavailableError(
-                f"cannot {doing}: {type(error).__name__}: {error}{_why_unreached(error)}",
+                f"cannot {doing}: {type(error).__name__}: {text}{_why_unreached(error)}",
                 tier=tier,
                 outcome=known.get("outcome", "not_applied"),
-            ) from error
+            ) from cause
