@@ -56,6 +56,17 @@ def test_eight_processes_get_one_agent_that_outlives_them(runtime_dir: Path):
     assert os.getsid(pid) != os.getsid(0)
 
 
+def test_a_runtime_folder_on_a_disk_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """By the process that wants an agent there, and in the agent's log."""
+    if runtime.file_system_of(tmp_path) in runtime.MEMORY_FILE_SYSTEMS:
+        pytest.skip("the folder of tests is on a tmpfs")
+    folder = find_or_start(tmp_path / "run", start_timeout_s=60)
+    with AgentClient(folder, deadline_s=10) as client:
+        client.shutdown()
+    for text in (caplog.text, (folder / "agent.log").read_text()):
+        assert text.count("not on a tmpfs") == 1
+
+
 @pytest.mark.full
 def test_it_is_small(runtime_dir: Path, tmp_path: Path):
     with AgentProcess(runtime_dir, new=True):

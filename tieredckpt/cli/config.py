@@ -16,7 +16,12 @@ from typing import Any
 
 import click
 
-from tieredckpt.agent.host.runtime import default_runtime_dir, prepare_runtime_dir
+from tieredckpt.agent.host.runtime import (
+    default_runtime_dir,
+    file_system_of,
+    prepare_runtime_dir,
+    why_slow,
+)
 from tieredckpt.cli.output import count, print_json, size
 from tieredckpt.cli.sources import json_option
 from tieredckpt.config.reader import Source, to_yaml
@@ -38,8 +43,6 @@ from tieredckpt.storage.object.client import Complaint, complaints
 RANKS_MAX = 1024
 """Ranks of one host; more is a typing error."""
 HOSTS_MAX = 1 << 16
-MOUNTS = Path("/proc/self/mountinfo")
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 PSEUDO_FILE_SYSTEMS = frozenset({
     "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts",
     "devtmpfs", "efivarfs", "fusectl", "hugetlbfs", "mqueue", "nfsd", "nsfs", "proc", "pstore",
@@ -254,13 +257,8 @@ def _of_runtime_dir(path: Path) -> Iterator[Complaint]:
         why = why or str(error)
     if why is not None:
         yield Complaint(key=key, message=why)
-    elif (kind := file_system_of(nearest(path))) not in (None, *MEMORY_FILE_SYSTEMS):
-        yield Complaint(
-            key=key,
-            message=f"{path} is on {kind}, not on a tmpfs: saves are as slow as that disk, and "
-            "checkpoints in memory may not survive any crash; name a folder below /dev/shm",
-            fatal=False,
-        )
+    elif (why := why_slow(path, file_system_of(nearest(path)))) is not None:
+        yield Complaint(key=key, message=why, fatal=False)
 
 
 def _of_interfaces(names: tuple[str, ...]) -> Iterator[Complaint]:
@@ -309,19 +307,3 @@ def why_unusable(path: Path) -> str | None:
         made = "" if there == path else f", where {path} would have to be made"
         return f"this user (id {os.geteuid()}) may not write to {there}{made}"
     return None
-
-
-def file_system_of(path: Path) -> str | None:
-    """Return the type of the file system of ``path``, as in "ext4"; None if it is not known."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = MOUNTS.read_text("utf-8", "surrogateescape")
-    except OSError:
-        return None
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == number:
-            return after.split()[0]
-    # Btrfs and overlays report numbers of their own; memory file systems never do.
-    return "another file system"

@@ -32,11 +32,15 @@ DEPTH_MAX = 16
 NODES_MAX = 10_000
 """Most values in one configuration."""
 ENV_PREFIX = "TIEREDCKPT_"
+OWN_VARIABLES = ("CONFIG", "FAILPOINTS", "LIVE", "NODE_NAME", "RUNTIME_DIR")
+"""Variables with this prefix that are no keys (docs/reference/configuration.md)."""
 UNSHOWN_SECTION = "security"
 """No error message repeats a value of this section."""
 NO_SPACE = "write a space after the colon of a key"
 _LEVEL = "__"
 
+_FOREIGN = re.compile(r"TEST_.*|(.*_)?(SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_\d.*)")
+"""Our own tests' variables, and those that Kubernetes sets for a service whose name begins so."""
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]{1,18}\.[0-9]{0,18}|\.[0-9]{1,18})(?:[eE][-+]?[0-9]{1,3})?")
 _CONSTANTS: dict[str, bool | None] = {
@@ -278,28 +282,35 @@ def apply_environment(
     """Override values in ``source`` by variables such as ``TIEREDCKPT_MEMORY__CAPACITY=8GiB``.
 
     Two underscores separate levels, a number is an index into a list, case is ignored, the value is
-    YAML; an empty value is the same as no variable. A variable without two underscores that is no
-    top-level key is ignored, unless it looks like a misspelt one.
+    YAML; an empty value is the same as no variable.
 
     Raises:
-        ConfigError: A value is not valid YAML, or a name leads nowhere.
+        ConfigError: A value is not valid YAML, or a name leads nowhere, or is not known.
     """
+    unknown = []
     for variable in sorted(environ):
         rest = variable.removeprefix(ENV_PREFIX)
         if rest == variable or not environ[variable].strip():
             continue
         names = rest.lower().split(_LEVEL)
         if len(names) == 1 and names[0] not in top_keys:
-            close = difflib.get_close_matches(names[0], top_keys, n=1, cutoff=0.75)
-            if close:
-                raise ConfigError(
-                    f"the environment variable {variable} sets nothing; did you mean "
-                    f"{ENV_PREFIX}{close[0].upper()}?",
-                    key=names[0],
-                    allowed=[ENV_PREFIX + key.upper() for key in top_keys],
-                )
+            if rest not in OWN_VARIABLES and not _FOREIGN.fullmatch(rest):
+                unknown.append(variable)
             continue
         _override(source, names, variable, environ[variable])
+    security = source.tree.get(UNSHOWN_SECTION)
+    token = security.get("token_env") if isinstance(security, dict) else None
+    for variable in unknown:
+        if variable != token:
+            allowed = [*OWN_VARIABLES, *(key.upper() for key in top_keys)]
+            name = variable.removeprefix(ENV_PREFIX)
+            close = difflib.get_close_matches(name.upper(), allowed, n=1, cutoff=0.75)
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else "unset it"
+            raise ConfigError(
+                f"the environment variable {variable} sets nothing; {hint}",
+                key=name.lower(),
+                allowed=[ENV_PREFIX + each for each in allowed],
+            )
 
 
 def _override(source: Source, names: list[str], variable: str, text: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import trustme
 
 from tieredckpt.agent.host import runtime
+from tieredckpt.agent.host.runtime import MEMORY_FILE_SYSTEMS
 from tieredckpt.cli import config as config_command
 from tieredckpt.cli.main import EXIT_CODES, cli, main
 from tieredckpt.cli.output import print_table, size
@@ -275,7 +276,7 @@ def test_config_check_warns_of_a_runtime_dir_on_a_disk(
 
 
 def test_the_file_system_of_a_folder():
-    assert config_command.file_system_of(Path("/dev/shm")) in config_command.MEMORY_FILE_SYSTEMS
+    assert config_command.file_system_of(Path("/dev/shm")) in MEMORY_FILE_SYSTEMS
     assert config_command.file_system_of(Path("/proc")) == "proc"
 
 

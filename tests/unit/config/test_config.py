@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+import tieredckpt
 from tieredckpt.config.schema import (
     TOP_KEYS,
     Best,
@@ -515,6 +517,17 @@ def test_environment_overrides(write) -> None:
             "TIEREDCKPT_NAMESPACE?",
         ),
         (
+            "TIEREDCKPT_RUNTIME_DRI",
+            "/dev/shm/x",
+            "the environment variable TIEREDCKPT_RUNTIME_DRI sets nothing; did you mean "
+            "TIEREDCKPT_RUNTIME_DIR?",
+        ),
+        (
+            "TIEREDCKPT_QUOTA",
+            "8GiB",
+            "the environment variable TIEREDCKPT_QUOTA sets nothing; unset it",
+        ),
+        (
             "TIEREDCKPT_TIERS__1__EVERY",
             "save",
             "the environment variable TIEREDCKPT_TIERS__1__EVERY leads nowhere: the entries of "
@@ -535,6 +548,18 @@ def test_environment_overrides(write) -> None:
 )
 def test_environment_messages(write, variable: str, value: str, message: str) -> None:
     assert str(refusal(write(EXAMPLE), {variable: value})) == message
+
+
+def test_variables_that_are_no_keys_are_accepted():
+    """All that the product reads, our tests' own, and those of a Kubernetes service's name."""
+    files = (Path(tieredckpt.__file__).parent).rglob("*.py")
+    texts = (re.findall(r'"(TIEREDCKPT_[A-Z_]+)"', file.read_text("utf-8")) for file in files)
+    read = {name for found in texts for name in found if "__" not in name}
+    assert {"TIEREDCKPT_LIVE", "TIEREDCKPT_CONFIG", "TIEREDCKPT_NODE_NAME"} < read
+    other = ("TEST_SHM", "SERVICE_HOST", "AGENTS_SERVICE_PORT_HTTP", "AGENTS_PORT_80_TCP_ADDR")
+    names = (read | {f"TIEREDCKPT_{each}" for each in other}) - {"TIEREDCKPT_"}
+    load_config(None, dict.fromkeys(names, "x"))
+    load_config({"security": {"token_env": "TIEREDCKPT_A_TOKEN"}}, {"TIEREDCKPT_A_TOKEN": "x" * 64})
 
 
 RANDOM_RUN_ID = "0f9c3d57-6b1a-4c7e-9d3b-2a1f5e8c7b60"

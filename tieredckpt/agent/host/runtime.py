@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -15,6 +16,8 @@ from tieredckpt.rpc.agent_client import AGENT_SOCKET, FDS_SOCKET
 from tieredckpt.rpc.fd_passing import check_socket_path
 from tieredckpt.storage.memory.slot import try_lock_exclusive, try_lock_shared
 
+MOUNTS = Path("/proc/self/mountinfo")
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 RUNTIME_DIR_VARIABLE = "TIEREDCKPT_RUNTIME_DIR"
 NODE_NAME_VARIABLE = "TIEREDCKPT_NODE_NAME"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -24,6 +27,8 @@ _ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 """How each part of the way to the folder is opened: itself, be it a link."""
 _LINKS_MAX = 40
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+log = logging.getLogger(__name__)
 
 
 class RuntimeDir:
@@ -70,6 +75,8 @@ def default_runtime_dir(environ: Mapping[str, str]) -> Path:
 def prepare_runtime_dir(path: Path, *, make: bool = True) -> RuntimeDir:
     """Make sure that ``path`` is a folder of ours, and private, that no link leads to.
 
+    A warning is logged if it is on a disk and is to be used (``make``).
+
     Args:
         path: It, below folders that other users may write to.
         make: False: what is not there is not made, and can be made.
@@ -99,6 +106,8 @@ def prepare_runtime_dir(path: Path, *, make: bool = True) -> RuntimeDir:
             f"the runtime folder {path} is open to other users (mode {mode:o})",
             f"run `chmod 700 {path}`, or ",
         )
+    if make and (why := why_slow(path, file_system_of(path))) is not None:
+        log.warning("%s", why)
     return RuntimeDir(path)
 
 
@@ -150,6 +159,32 @@ def _refused(text: str, remedy: str = "") -> AgentError:
         f"{text}: {remedy}set agent.runtime_dir (or {RUNTIME_DIR_VARIABLE}) to a folder of your "
         "own on a tmpfs",
         outcome="not_applied",
+    )
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system of ``path``, as in "ext4"; None if it is not known."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = MOUNTS.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return None
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == number:
+            return after.split()[0]
+    # Btrfs and overlays report numbers of their own; memory file systems never do.
+    return "another file system"
+
+
+def why_slow(path: Path, kind: str | None) -> str | None:
+    """Why a runtime folder on this kind of file system is no memory; None: it is, or may be."""
+    if kind in (None, *MEMORY_FILE_SYSTEMS):
+        return None
+    return (
+        f"{path} is on {kind}, not on a tmpfs: saves are as slow as that disk, and checkpoints in "
+        "memory may not survive any crash; name a folder below /dev/shm (agent.runtime_dir)"
     )
 
 
