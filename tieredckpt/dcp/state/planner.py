@@ -270,7 +270,7 @@ def safe_loads(
     if unsafe_pickle:
         return torch.load(value, map_location=device, weights_only=False)
     try:
-        # Not its buffer: what an error refers to may outlive the stream, of which Python 3.13 warns.
+        # Not its buffer: an error may keep views of that, of which Python 3.13 warns at the end.
         return rebuild(memoryview(value.getvalue()), allow, device)
     except RefusedTypesError as error:
         raise UsageError(
