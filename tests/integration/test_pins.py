@@ -82,7 +82,11 @@ def test_the_best_and_the_pinned_stay(
         found = planned()
         assert found[1] == (True, "pinned: figures of the paper")
         assert found[2] == (True, "one of the 1 with the least loss")
-        assert found[5][0]
+        assert found[5] == (True, "the newest; one of the newest 1")
+        row = next(line for line in run("ls").splitlines() if save_id[:8] in line)
+        assert "loss=0.9" in row
+        assert "loss=0.9" in run("retention", "plan")
+        assert "tag loss: 0.9" in run("show", save_id[:8])
         (shown,) = run("status", "--json")["namespaces"][0]["pins"]
         assert (shown["step"], shown["reason"]) == (1, "figures of the paper")
         assert shown["tiers"] == ["disk"]

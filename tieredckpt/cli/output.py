@@ -73,6 +73,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "bytes": ("size", size),
     "size": ("size", size),
     "created_at_s": ("age", age),
+    "tags": ("tags", lambda tags: ", ".join(f"{name}={value}" for name, value in tags.items())),
     "deleted_for_s": ("deleted", lambda seconds: age(time.time() - seconds)),
 }
 """By key of a row, the title of its column and the text of its values; others are as they are."""

@@ -106,7 +106,7 @@ class RetentionPlan:
     delete: tuple[str, ...]
     """Save ids to delete, in this order: whoever stops in between has deleted the least useful."""
     reasons: Mapping[str, str]
-    """By save id, why it stays or goes."""
+    """By save id, all reasons why it stays, or the one why it goes."""
 
 
 NOTHING: Mapping[str, str] = {}
@@ -149,11 +149,12 @@ def retain(
     if keep.everything:
         keep = Keep(last=keep.last, everything=True)  # a limit would take from it
     reasons, refused = _settled(candidates, abandoned, keep, now_s)
-    reasons |= _never(candidates, abandoned, unrecoverable, reasons)
+    never = _never(candidates, abandoned, unrecoverable, reasons)
     for manifest in (*candidates, *abandoned):
-        if (why := protected.get(manifest.save_id)) is not None:
-            rule = reasons.get(manifest.save_id)
-            reasons[manifest.save_id] = f"{rule}; {why}" if rule else why
+        save_id = manifest.save_id
+        why = (each.get(save_id) for each in (never, reasons, protected))
+        if text := "; ".join(filter(None, why)):
+            reasons[save_id] = text
     return RetentionPlan(
         keep=tuple(m.save_id for m in (*candidates, *abandoned) if m.save_id in reasons),
         delete=tuple(save_id for save_id in refused if save_id not in reasons),
@@ -245,13 +246,15 @@ def _wanted(
     times = _running_max(m.created_at_s for m in candidates)
     time_of = {m.save_id: at_s for m, at_s in zip(candidates, times, strict=True)}
     reasons: dict[str, str] = {}
-    # From the most useful reason to the least: a checkpoint has the first one that fits.
+    # From the most useful reason to the least: the first one that fits decides the order.
     order: list[Manifest] = []
     for why, found in _rules(candidates, abandoned, keep, times):
         for manifest in found:
-            if manifest.save_id not in reasons:
-                reasons[manifest.save_id] = why
-                order.append(manifest)
+            if manifest.save_id in reasons:
+                reasons[manifest.save_id] += f"; {why}"
+                continue
+            reasons[manifest.save_id] = why
+            order.append(manifest)
     limited = _limits(order, keep, time_of, now_s)
     several = keep.every is not None or keep.best is not None
     unkept = "no rule keeps it" if several else f"older than the newest {keep.last}"

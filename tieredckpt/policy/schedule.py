@@ -15,9 +15,13 @@ which stamps manifests. No present time enters, so a job that saves nothing does
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from tieredckpt.config.tiers import TierSpec
 from tieredckpt.config.units import Every
@@ -118,6 +122,34 @@ def due_tiers(
         if tier.name in due and tier.filled_from is not None:
             due.add(tier.filled_from)
     return tuple(tier.name for tier in tiers if tier.name in due)
+
+
+def next_save(tiers: Sequence[TierSpec], line: Sequence[Manifest]) -> Manifest | None:
+    """The save that is to be expected after the newest of ``line``; None: it has fewer than two.
+
+    As large as that one, as far from it as saves of ``line`` are usually apart, in the tiers that
+    it is due in, and without tags.
+
+    Args:
+        tiers: The configured ones.
+        line: The known candidates of one stream, newest first. Saves may be missing between them.
+    """
+    if len(line) < 2:
+        return None
+    newest = line[0]
+    # In one attempt the numbers of saves tell how many are missing between two.
+    pairs = [
+        (a, b, max(1, a.seq - b.seq) if a.attempt == b.attempt else 1)
+        for a, b in itertools.pairwise(line)
+    ]
+    steps = statistics.median((a.step - b.step) / n for a, b, n in pairs)
+    seconds = statistics.median((a.created_at_s - b.created_at_s) / n for a, b, n in pairs)
+    step, now_s = newest.step + max(1, round(steps)), newest.created_at_s + max(0.0, seconds)
+    last = {t: LastSpill(step=m.step, at_s=m.created_at_s) for m in line[::-1] for t in m.tiers}
+    return msgspec.structs.replace(
+        newest, save_id=f"{newest.stream} {step}", step=step, seq=newest.seq + 1, tags={},
+        parent=newest.save_id, created_at_s=now_s, tiers=due_tiers(tiers, step, last, now_s),
+    )  # fmt: skip
 
 
 def destinations(manifest: Manifest, records: Iterable[SaveRecord]) -> tuple[str, ...]:

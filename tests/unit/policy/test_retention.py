@@ -48,12 +48,14 @@ def test_protected_stay_and_take_no_room() -> None:
 
 
 def test_reasons() -> None:
-    plan = retain(
-        newest_first(1, 2, 3), newest_first(9), Keep(last=2), {MADE[0].save_id: "it is in use"}
-    )
+    busy = dict.fromkeys([MADE[0].save_id, MADE[3].save_id], "it is in use")
+    keep = Keep(last=2, every=Every(steps=2))
+    plan = retain(newest_first(1, 2, 3, 4, 5), newest_first(9), keep, busy)
     assert {STEP[name]: why for name, why in plan.reasons.items()} == {
-        3: "the newest",
-        2: "one of the newest 2",
+        5: "the newest; one of the newest 2",
+        4: "one of the newest 2; the first in its 2 steps; it is in use",
+        3: "no rule keeps it",
+        2: "the first in its 2 steps",
         1: "it is in use",
         9: "abandoned",
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from tests.unit.policy.test_history import saves, start
 from tieredckpt.config.tiers import MEMORY, TierSpec
 from tieredckpt.config.units import Every
-from tieredckpt.policy.schedule import LastSpill, due_tiers
+from tieredckpt.policy.schedule import LastSpill, due_tiers, next_save
 
 
 def tier(name: str, every: Every, source: str = MEMORY) -> TierSpec:
@@ -81,3 +83,24 @@ def test_a_source_gets_what_is_filled_from_it() -> None:
     assert due_tiers(tiers, 11, last, 0.0) == ()
     assert due_tiers(tiers, 12, last, 0.0) == ("a", "b", "c")
     assert due_tiers(tiers, 20, last | {"c": LastSpill(step=18, at_s=0.0)}, 0.0) == ("a", "b")
+
+
+def test_the_next_save_is_as_far_as_saves_usually_are_apart() -> None:
+    tiers = [tier("a", Every(steps=20)), tier("b", Every(seconds=90.0)), tier("c", Every())]
+    made = [
+        msgspec.structs.replace(m, created_at_s=m.step * 6.0, tiers=("b",), tags={"loss": "1"})
+        for m in saves(start([], [], default=None), 0, 5, 10, 15, 20, 25, 27)
+    ]
+    # Of what is left of them the distances are larger, and their numbers tell so.
+    line = [made[6], made[5], made[3], made[0]]
+    found = next_save(tiers, line)
+    assert found is not None
+    assert (found.step, found.seq, found.created_at_s) == (32, 7, 27 * 6.0 + 30.0)
+    assert (found.parent, found.tags) == (made[6].save_id, {})
+    assert found.tiers == ("a", "c"), "b got the one before, 30 s ago"
+    again = next_save(tiers, [found, *line])
+    assert again is not None
+    assert (again.step, again.tiers) == (37, ("c",))
+    assert next_save(tiers, line[:1]) is None
+    back = [msgspec.structs.replace(line[0], step=3, created_at_s=0.0), line[1]]
+    assert [(m.step, m.created_at_s) for m in [next_save(tiers, back)] if m] == [(4, 0.0)]

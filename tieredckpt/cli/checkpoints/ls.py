@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import click
 from rich.text import Text
 
 from tieredckpt.cli.output import count, one_line, print_json, print_table, short, size
-from tieredckpt.cli.sources import Found, Place, find_holdings, namespace_options
+from tieredckpt.cli.sources import Place, find_holdings, namespace_options
 from tieredckpt.config.schema import Config, Keep
 from tieredckpt.errors import ConfigError
 from tieredckpt.format.manifest import Manifest
@@ -26,14 +27,15 @@ from tieredckpt.policy.retention import (
     retain,
     size_of,
 )
-from tieredckpt.policy.schedule import destinations
+from tieredckpt.policy.schedule import destinations, next_save
 from tieredckpt.recovery.evidence import decode_manifests, manifest_of, read_attempts, read_records
 from tieredckpt.storage.holdings import Holdings, TierFacts
 
 MEMORY = "memory"
 Status = Literal["candidate", "abandoned", "branch"]
 LS_COLUMNS = (
-    "stream", "step", "save_id", "attempt", "line", "bytes", "segments", "created_at_s", "tiers",
+    "stream", "step", "save_id", "attempt", "line", "bytes", "segments", "created_at_s", "tags",
+    "tiers",
 )  # fmt: skip
 OFF_TIMELINE = "on a branch, until it is unpinned or max_age takes it"
 
@@ -212,10 +214,15 @@ def ls(place: Place) -> None:
             plain | {"segments": len(plain["segments"]), "tiers": _where(each)}
             for plain, each in zip(checkpoints, listing.checkpoints, strict=True)
         ]
-        print_table(f"namespace {found.namespace}", rows, LS_COLUMNS)
+        print_table(f"namespace {found.namespace}", rows, _shown(LS_COLUMNS, rows))
     else:
         click.echo(f"namespace {found.namespace}: no checkpoints")
     print_unread(listing.unreadable, listing.unavailable)
+
+
+def _shown(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns; without that of tags if no checkpoint has any."""
+    return [each for each in columns if each != "tags" or any(row["tags"] for row in rows)]
 
 
 def print_unread(unreadable: Sequence[Mapping[str, str]], unavailable: Mapping[str, str]) -> None:
@@ -236,8 +243,12 @@ def group() -> None:
 
 
 @group.command(name="plan")
+@click.option(
+    "--after", "saves", type=click.IntRange(0, 1000), default=0, metavar="N",
+    help="Also what goes after each of the next N saves.",
+)  # fmt: skip
 @namespace_options
-def plan(place: Place) -> None:
+def plan(place: Place, saves: int) -> None:
     """Print what retention would delete from each tier, in which order, and why it keeps the rest.
 
     Deletes nothing. The rules come from the configuration, the holdings from the agent, or from the
@@ -245,9 +256,13 @@ def plan(place: Place) -> None:
     are being copied or wait for it, that other hosts need, or that were read through the agent
     within ten minutes. Without an agent these are unknown.
 
+    With --after, each of the next saves is assumed to be as large as the newest, as many steps and
+    seconds later as saves of its stream usually are, copied at once, and without tags.
+
     \b
     Examples:
       tieredckpt retention plan
+      tieredckpt retention plan --after 10
       tieredckpt retention plan --config run.yaml --json
     """
     if place.config is None:
@@ -257,27 +272,61 @@ def plan(place: Place) -> None:
     if found.source == "agent":
         with place.agent() as client:
             in_use = client.protections(found.namespace).tiers
-    decided = decide(found, place.config, time.time(), in_use)
+    listed = make_listing(found.holdings).checkpoints
+    decided = decide(listed, place.config, time.time(), in_use)
+    foresee(decided, listed, place.config, saves)
     if place.as_json:
         print_json(namespace=found.namespace, source=found.source, checkpoints=decided)
         return
-    rows = [
-        each | {"": "keep" if each["stays"] else "delete", "why": each["reason"]}
-        for each in decided
-    ]
-    columns = ("tier", "stream", "step", "save_id", "bytes", "", "why")
-    print_table(f"namespace {found.namespace}", rows, columns)
+    rows = []
+    for each in decided:
+        stays = "keep" if each["goes_after"] is None else f"until {each['goes_after']}"
+        why = "; then ".join(filter(None, (each["reason"], each["goes_because"])))
+        rows.append(each | {"": stays if each["stays"] else "delete", "why": why})
+    columns = ("tier", "stream", "step", "save_id", "bytes", "tags", "", "why")
+    print_table(f"namespace {found.namespace}", rows, _shown(columns, rows))
     freed = [each["bytes"] for each in decided if not each["stays"]]
     click.echo(f"{count(len(freed), 'deletion')} of {size(sum(freed))} in all")
 
 
+def foresee(
+    decided: list[dict[str, Any]], listed: Sequence[Listed], config: Config, saves: int
+) -> None:
+    """Add to each row of :func:`decide` after the save of which step it goes, and why, or None."""
+    rows = {(row["tier"], row["save_id"]): row for row in decided}
+    known = [replace(each, tiers=dict(each.tiers)) for each in listed]
+    by_id = {each.manifest.save_id: each for each in known}
+    for row in decided:
+        row |= {"goes_after": None, "goes_because": None}
+        if not row["stays"]:
+            del by_id[row["save_id"]].tiers[row["tier"]]
+    for _ in range(saves):
+        steps: dict[str, int] = {}
+        for stream in sorted({each.manifest.stream for each in known}):
+            line = [e.manifest for e in known if e.candidate and e.manifest.stream == stream]
+            if (made := next_save(config.tiers, line)) is not None:
+                tiers = dict.fromkeys((MEMORY, *made.tiers), "whole")
+                by_id[made.save_id] = Listed(manifest=made, status="candidate", tiers=tiers)
+                known.insert(0, by_id[made.save_id])
+                steps[stream] = made.step
+        # What the agent needs at this moment it will not need then.
+        for each in decide(known, config, math.inf, {}):
+            if not each["stays"] and each["stream"] in steps:
+                del by_id[each["save_id"]].tiers[each["tier"]]
+                later = {"goes_after": steps[each["stream"]], "goes_because": each["reason"]}
+                rows.get((each["tier"], each["save_id"]), {}).update(later)
+
+
 def decide(
-    found: Found, config: Config, now_s: float, in_use: dict[str, dict[str, str]] | None
+    listed: Sequence[Listed],
+    config: Config,
+    now_s: float,
+    in_use: dict[str, dict[str, str]] | None,
 ) -> list[dict[str, Any]]:
     """Decide about all checkpoints, per tier and stream.
 
     Args:
-        found: The holdings.
+        listed: Of all tiers.
         config: The rules.
         now_s: Seconds since 1970.
         in_use: By tier and save id, why the agent needs a checkpoint; None: no agent runs, and the
@@ -287,7 +336,6 @@ def decide(
         What ``--json`` prints: per tier and stream, the kept checkpoints newest first, then the
         others in the order in which they would be deleted.
     """
-    listed = make_listing(found.holdings).checkpoints
     pins = {each.manifest.save_id: why for each in listed if (why := each.pinned) is not None}
     decided: list[dict[str, Any]] = []
     for tier, keep in [(MEMORY, config.memory.keep), *((t.name, t.keep) for t in config.tiers)]:
@@ -344,7 +392,8 @@ def _of_stream(
         now_s=now_s,
     )
     kept = [*(save_id for save_id in by_id if save_id in branch), *found.keep]
-    reasons = {**found.reasons, **dict.fromkeys(branch, OFF_TIMELINE)}
+    off = {i: "; ".join(filter(None, (OFF_TIMELINE, protected.get(i)))) for i in branch}
+    reasons = {**found.reasons, **off}
     return [
         {
             "tier": tier,
@@ -352,6 +401,7 @@ def _of_stream(
             "step": by_id[save_id].step,
             "save_id": save_id,
             "bytes": size_of(by_id[save_id]),
+            "tags": dict(by_id[save_id].tags),
             "stays": save_id in kept,
             "reason": reasons[save_id],
         }

@@ -246,7 +246,7 @@ def show(place: Place, step: str, as_tree: bool, stream: str) -> None:
     ]
     if place.as_json:
         rows = [{key: getattr(each, key) for key in each.__slots__} for each in found.leaves]
-        names = ("namespace", "stream", "step", "save_id", "world_size")
+        names = ("namespace", "stream", "step", "save_id", "world_size", "tags")
         about = {name: getattr(found.manifest, name) for name in names}
         print_json(**about, keys=rows, segments=segments)
         return
@@ -255,6 +255,8 @@ def show(place: Place, step: str, as_tree: bool, stream: str) -> None:
     else:
         print_table(None, [_row(each) for each in found.leaves])
     click.echo()
+    for name, value in found.manifest.tags.items():
+        click.echo(one_line(f"tag {name}: {value}"))
     rows = [
         each | {"id": short(str(each["id"])), "held by": ", ".join(each["held by"])}  # type: ignore[arg-type]
         for each in segments
