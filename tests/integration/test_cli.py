@@ -225,6 +225,36 @@ def test_purge_empties_memory_alone(site: Site, run: Run):
     assert steps(run("ls", "--json")) == {30: {"disk": "whole"}, 20: {"disk": "whole"}}
 
 
+def test_the_error_of_a_tier_that_was_corrected_is_told_as_past(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+):
+    """The agent has the tier where the last run had it, until a job opens the new configuration."""
+    wrong, config = tmp_path / "wrong", tmp_path / "tieredckpt.yaml"
+    wrong.touch()  # no folder can be made there
+    old = (
+        f"{{namespace: run, tiers: [{{name: disk, url: 'file://{wrong}'}}], "
+        f"agent: {{runtime_dir: {runtime_dir}}}}}\n"
+    )
+    config.write_text(old)
+    monkeypatch.setenv("TIEREDCKPT_CONFIG", str(config))
+    with AgentProcess(runtime_dir):
+        with FakeTrainer(runtime_dir, spec_of(tiers={"disk": wrong}), size=SIZE) as trainer:
+            trainer.save(10, tiers=("disk",))
+        assert f"tier disk is not available: file://{wrong} since 20" in run("ls").out
+        assert run("doctor").code == 1
+        config.write_text(old.replace(f"file://{wrong}", f"file://{wrong}2"))
+        past = f"{wrong}2 once a job has opened it; before, this failed: file://{wrong} since 20"
+        plan = run("recovery", "plan")
+        assert past in plan.err
+        assert (plan.code, "not answer" in plan.out) == (0, False)
+        spilled = run("spill", "--now")
+        assert (spilled.code, past in spilled.err) == (2, True)
+        checks = {each["check"]: each for each in run("doctor", "--json").json["checks"]}
+    assert checks["tier disk"]["state"] == "ok"
+    assert checks["tier disk: copies"]["state"] == "warn"
+    assert past in checks["tier disk: copies"]["found"]
+
+
 def test_nothing_recoverable_is_exit_code_3(site: Site, run: Run):
     site.agent.kill()
     shutil.rmtree(site.runtime_dir)

@@ -14,12 +14,18 @@ import click
 from tieredckpt.agent import daemon
 from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.output import print_json, size
-from tieredckpt.cli.sources import Place, json_option, namespace_options, place_options
+from tieredckpt.cli.sources import (
+    Place,
+    json_option,
+    moved_tiers,
+    namespace_options,
+    place_options,
+)
 from tieredckpt.cli.status import status
 from tieredckpt.config.schema import AgentConfig
 from tieredckpt.config.sections import parsed
 from tieredckpt.config.units import parse_duration
-from tieredckpt.errors import AgentError
+from tieredckpt.errors import AgentError, UsageError
 from tieredckpt.recovery.flush import FlushReport, flush_and_wait
 
 STOP_DEADLINE_S = 30.0
@@ -165,7 +171,12 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
     """
     assert now
     left_s = parsed("--deadline", deadline, parse_duration) if deadline is not None else None
-    name = place.namespace(place.status())
+    found = place.status()
+    name = place.namespace(found)
+    moved = moved_tiers(place, found, name)
+    tiers = {each.name for each in place.config.tiers} if place.config else set()
+    if moved and ({tier} if tier else tiers) <= moved.keys():
+        raise UsageError("; ".join(moved.values()))
     shown = ""
 
     def show(report: FlushReport) -> None:
@@ -177,6 +188,8 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
 
     with place.agent() as client:
         report = flush_and_wait(client, tier, left_s, namespace=name, on_report=show)
+    errors = {each: moved.get(each, why) for each, why in report.errors.items()}
+    report = dataclasses.replace(report, errors=errors)
     if place.as_json:
         print_json(**dataclasses.asdict(report), done=report.done)
     else:

@@ -24,7 +24,7 @@ import msgspec
 from tieredckpt.agent.tiers.place import TierPlace
 from tieredckpt.cli.config import problems, tmpfs_of
 from tieredckpt.cli.output import one_line, print_json, size
-from tieredckpt.cli.sources import Place, namespace_options
+from tieredckpt.cli.sources import Place, moved_tiers, namespace_options
 from tieredckpt.config.schema import Config
 from tieredckpt.config.tiers import TierSpec
 from tieredckpt.errors import ConfigError, TieredCkptError, TierUnavailableError
@@ -117,7 +117,7 @@ def examine(place: Place) -> Iterator[Finding]:
     spaces = {each.name: each for each in status.namespaces} if status is not None else {}
     yield from _tiers(config, namespace)
     if namespace in spaces:
-        yield from _job(spaces[namespace])
+        yield from _job(spaces[namespace], moved_tiers(place, status, namespace))
         yield from _clocks(place, spaces[namespace])
 
 
@@ -159,10 +159,14 @@ def _port(port: int) -> Finding:
     return Finding("port", "ok", f"{port} is free")
 
 
-def _job(space: NamespaceStatus) -> Iterator[Finding]:
+def _job(space: NamespaceStatus, moved: Mapping[str, str]) -> Iterator[Finding]:
     """What the agent knows of the job: lag, replicas, damage."""
     for tier in space.tiers:
         name = f"tier {tier.name}"
+        if tier.name in moved:
+            why = one_line(moved[tier.name])
+            yield Finding(f"{name}: copies", "warn", why, "start the job")
+            continue
         behind = f"{tier.queued} wait, {size(tier.lag_bytes)} to copy"
         error, fix = _halves(one_line(tier.error)) if tier.error else (None, "")
         yield _finding(f"{name}: copies", error, behind, fix)

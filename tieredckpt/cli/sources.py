@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id
+from tieredckpt.cli.output import one_line
 from tieredckpt.config.schema import Config, load_config, resolve_namespace
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
 from tieredckpt.format.manifest import Manifest
@@ -155,6 +157,19 @@ class Found:
     """"agent" or "folders"."""
 
 
+def moved_tiers(place: Place, status: Status | None, namespace: str) -> dict[str, str]:
+    """By tier that the agent has at another URL than the configuration, a sentence on it."""
+    urls = {each.name: each.url for each in place.config.tiers} if place.config else {}
+    return {
+        tier.name: f"tier {tier.name}: the agent still uses an earlier configuration, and "
+        f"{urls[tier.name]} once a job has opened it; "
+        + (f"before, this failed: {tier.error}" if tier.error else f"until then {tier.url}")
+        for each in (status.namespaces if status is not None else ())
+        for tier in each.tiers
+        if each.name == namespace and urls.get(tier.name, tier.url) != tier.url
+    }
+
+
 def find_holdings(place: Place) -> Found:
     """Return the holdings by the agent, else by the folders, with a message on standard error.
 
@@ -169,6 +184,10 @@ def find_holdings(place: Place) -> Found:
         try:
             with place.agent(HOLDINGS_DEADLINE_S) as client:
                 holdings = decode_holdings(client.holdings(name))
+            if moved := moved_tiers(place, status, name):
+                click.secho("\n".join(map(one_line, moved.values())), fg="yellow", err=True)
+                kept = tuple(each for each in holdings.tiers if each.tier not in moved)
+                holdings = msgspec.structs.replace(holdings, tiers=kept)
             attached = {tier.tier for tier in holdings.tiers}
             tiers = place.config.tiers if place.config is not None else ()
             if others := [each.name for each in tiers if each.name not in attached]:

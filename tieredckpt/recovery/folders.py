@@ -242,8 +242,8 @@ class Folders:
         except (NotFoundError, TierUnavailableError) as error:
             return self._away(name, str(error))
         facts = gather(catalog, kind=kind_of(self._configs.get(name)), marks=marks)
-        if not facts.available:
-            return self._holdings_of((facts,))
+        if facts.error is not None:
+            return self._away(name, facts.error)
         # Damaged ones, too: the timeline may have changed with them.
         attempts = (*map(encode_attempt, catalog.attempts()), *catalog.bad_attempts().values())
         of_host = catalog.tier.scope is Scope.HOST  # a shared one has leases, too
@@ -258,6 +258,8 @@ class Folders:
     def _away(self, name: str, error: str) -> Holdings:
         scope = self._configs[name].scope if name in self._configs else "host"
         kind = kind_of(self._configs.get(name))
+        if name in self._configs:
+            error = f"{self._configs[name].url}: {error}"
         facts = TierFacts(tier=name, scope=scope, kind=kind, available=False, error=error)
         return self._holdings_of((facts,))
 

@@ -38,6 +38,7 @@ from tieredckpt.rpc.messages.agent import HostEntry, PeerTable
 from tieredckpt.rpc.messages.peer import RECORDS_MAX, AskHoldings
 from tieredckpt.rpc.peer_client import PeerClient
 from tieredckpt.storage.holdings import Holdings, decode_holdings
+from tieredckpt.storage.object.errors import NO_BUCKET
 from tieredckpt.storage.object.supplied import Supplied
 
 log = logging.getLogger(__name__)
@@ -78,11 +79,12 @@ class AllHoldings:
     def should_wait(self, plans: Sequence[RecoveryPlan]) -> bool:
         """Whether a newer checkpoint than ``plans`` (made from this) choose may be found later.
 
-        A tier of this host that does not answer may hold any. Other hosts are not waited for if
-        the newest known checkpoint can be restored without them: its manifest reached them all,
-        and a lost host will never answer.
+        A tier of this host that does not answer may hold any, unless its bucket does not exist.
+        Other hosts are not waited for if the newest known checkpoint can be restored without them:
+        its manifest reached them all, and a lost host will never answer.
         """
-        if any(not tier.available for tier in self.holdings[0].tiers):
+        away = [tier.error or "" for tier in self.holdings[0].tiers if not tier.available]
+        if not all(NO_BUCKET in error for error in away):
             return True
         return any(plan.incomplete and plan.passes_over for plan in plans)
 

@@ -28,6 +28,7 @@ from tieredckpt.storage.holdings import (
     manifest_digest,
     slimmed,
 )
+from tieredckpt.storage.object.errors import Refusal, error_of
 
 HOSTS = 6
 
@@ -384,3 +385,17 @@ def test_a_tier_that_is_away_on_any_host_may_hold_what_could_not_be_read(away: s
     assert held.is_away
     assert held.should_wait([]) == (away == "own")  # an older one is settled for without the other
     assert not AllHoldings((host("mine"),), {}).is_away
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "waits"), [(404, "NoSuchBucket", False), (403, "AccessDenied", True)]
+)
+def test_a_bucket_that_does_not_exist_is_not_waited_for(status: int, code: str, waits: bool):
+    error = error_of(Refusal(status, code, ""), tier="s3", doing="look into s3://b")
+    away = TierFacts(tier="s3", scope="shared", kind="object", available=False, error=str(error))
+    disk = TierFacts(tier="disk", scope="host", kind="file", available=True, error=None)
+    own = Holdings(host_id="own", namespace=NAMESPACE, attempts=(), tiers=(disk, away))
+    assert AllHoldings((own,)).should_wait([]) == waits
+    disk = msgspec.structs.replace(disk, available=False, error="it hangs")
+    both = msgspec.structs.replace(own, tiers=(disk, away))
+    assert AllHoldings((both,)).should_wait([])

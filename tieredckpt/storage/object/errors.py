@@ -75,6 +75,8 @@ _ADVICE = {
     "InvalidStorageClass": "the store does not have this storage class: correct storage_class",
     "KMS.NotFoundException": "the store does not find this key: correct sse.key",
 }
+NO_BUCKET = "404 NoSuchBucket"
+"""In errors of a store. It is final: nobody waits for the bucket."""
 NO_ANSWER = (
     "nothing answered, so check the tier's url and endpoint, and that this host may reach it"
 )

@@ -139,7 +139,7 @@ class ObjectTier(Tier):
             store = self._impatient(_CHECK_S, timeout_s=min(self.settings.timeout_s, _CHECK_S))
         self._call(
             lambda _: next(iter(obstore.list(store, prefix=path, chunk_size=1)), None),
-            "look into the bucket",
+            f"look into {self.at.scheme}://{self.at.bucket}",
             retry_for_s=0.0,
         )
 
