@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
@@ -223,6 +224,30 @@ def test_purge_empties_memory_alone(site: Site, run: Run):
     answer = run("agent", "purge", "--namespace", "run", "--yes", "--json")
     assert answer.json["purged"] == ["run"]
     assert steps(run("ls", "--json")) == {30: {"disk": "whole"}, 20: {"disk": "whole"}}
+
+
+def test_purge_empties_memory_and_the_disk_of_this_host(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    def purge(*words: str) -> Answer:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("run\n"))
+        return run("purge", *words, "--yes")
+
+    one = purge("--tier", "disk")
+    assert (one.code, "agent purge --namespace run" in one.err) == (2, True)
+    with FakeTrainer(site.runtime_dir, spec_of(tiers={"disk": site.disk}), size=SIZE):
+        running = purge("--tier", "all")
+        assert (running.code, "stop them first" in running.err) == (1, True)
+    assert steps(run("ls", "--json")) == {30: both(), 20: both()}
+    assert run("pin", "20", "--reason", "figures").code == 0
+    assert "pinned, and stays" in purge("--tier", "all").err
+    assert steps(run("ls", "--json")) == {20: {"disk": "whole"}}
+    shutil.rmtree(site.disk / "run" / "records")
+    assert purge("20", "--tier", "disk").code == 0
+    assert not [each for each in (site.disk / "run/segments").rglob("*") if each.is_file()]
+    assert steps(run("ls", "--json")) == {}
+    assert purge("--tier", "all").code == 0
+    assert not list(site.disk.iterdir())
 
 
 def test_the_error_of_a_tier_that_was_corrected_is_told_as_past(

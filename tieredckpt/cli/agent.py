@@ -122,7 +122,7 @@ def stop(place: Place) -> None:
 def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> None:
     """Delete namespaces from memory. Other tiers keep their checkpoints.
 
-    No other command deletes a committed checkpoint. Fails while a trainer has a namespace open.
+    Fails while a trainer has a namespace open. `tieredckpt purge` deletes from tiers.
 
     \b
     Examples:
@@ -188,8 +188,6 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
 
     with place.agent() as client:
         report = flush_and_wait(client, tier, left_s, namespace=name, on_report=show)
-    errors = {each: moved.get(each, why) for each, why in report.errors.items()}
-    report = dataclasses.replace(report, errors=errors)
     if place.as_json:
         print_json(**dataclasses.asdict(report), done=report.done)
     else:

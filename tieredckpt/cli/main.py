@@ -55,8 +55,8 @@ def cli() -> None:
 
 for command in (
     agent.group, status.status, status.peers, ls.ls, recovery.group, pin.group, pin.pin,
-    pin.unpin, pin.undelete, ls.group, config.group, verify.verify, agent.spill, run.run,
-    live.group, weights.export, weights.import_, weights.show, bench.group, doctor.doctor,
+    pin.unpin, pin.undelete, pin.purge, ls.group, config.group, verify.verify, agent.spill,
+    run.run, live.group, weights.export, weights.import_, weights.show, bench.group, doctor.doctor,
 ):  # fmt: skip
     cli.add_command(command)
 

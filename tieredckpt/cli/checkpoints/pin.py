@@ -1,7 +1,8 @@
-"""``tieredckpt pin``, ``unpin``, ``undelete`` and ``mark``: records about one checkpoint.
+"""``tieredckpt pin``, ``unpin``, ``undelete``, ``purge`` and ``mark``: decisions of a person.
 
 Retention keeps a pinned checkpoint. For a while, ``undelete`` restores a checkpoint that retention
-deleted from a shared tier, and pins it. Restarts skip a checkpoint that is marked as bad.
+deleted from a shared tier, and pins it. ``purge`` deletes from tiers what is not pinned. Restarts
+skip a checkpoint that is marked as bad.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import operator
 import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import closing
@@ -28,6 +30,7 @@ from tieredckpt.cli.output import (
     print_table,
     record_text,
     short,
+    size,
 )
 from tieredckpt.cli.sources import (
     Found,
@@ -41,19 +44,25 @@ from tieredckpt.cli.sources import (
 from tieredckpt.config.schema import TierSpec
 from tieredckpt.config.sections import parsed
 from tieredckpt.config.units import parse_duration
-from tieredckpt.errors import ConfigError, NotFoundError, UsageError
+from tieredckpt.errors import ConfigError, NotFoundError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.records import Cause, SaveRecord, encode_save_record
 from tieredckpt.policy.retention import size_of, standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
-from tieredckpt.recovery.folders import open_tier
+from tieredckpt.recovery.folders import Folders, namespaces, open_tier
 from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord
+from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.base import Scope, Tier
 from tieredckpt.storage.shared.catalog import SharedCatalog, take_back
 
 TIMEOUT_S = 15.0
 """Hosts that take longer to answer are ignored."""
 MARKS_MAX = 1 << 10
 """Marks that one `mark good` removes."""
+
+KINDS = ("manifests/", "pending/", "segments/", "plans/", "records/", "notices/", "verdicts/",
+         "claims/", "attempts/")  # fmt: skip
+"""All that a tier holds. A checkpoint exists while its manifest does, so manifests go first."""
 
 _ID_START = re.compile(r"[0-9a-f]{4,32}")
 _NO_MEMORY = "0" * 32
@@ -304,6 +313,97 @@ def _plain(manifest: Manifest) -> dict[str, object]:
         "stream": manifest.stream, "step": manifest.step, "save_id": manifest.save_id,
         "size": size_of(manifest),
     }  # fmt: skip
+
+
+# --- purge --------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("which", metavar="[STEP|SAVE_ID]", required=False)
+@click.option("--tier", "tier_name", required=True, metavar="NAME|all", help="Where to delete.")
+@click.option("--stream", default="default", show_default=True, help="Of STEP.")
+@click.option("--yes", is_flag=True, help="Ask for the namespace's name alone.")
+@namespace_options
+def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Place) -> None:
+    """Delete a namespace, or one checkpoint of it, from tiers. This cannot be undone.
+
+    It asks twice: whether to delete what it lists, and for the namespace's name. Pinned checkpoints
+    stay, and with them the namespace. With --tier all, and no STEP or SAVE_ID (its first digits),
+    this host's memory is emptied, too. Refused while a job has the namespace open on this host, or
+    a checkpoint was copied to a shared tier within its takeover_after (1 min). Memory and disks of
+    other hosts are not changed.
+
+    \b
+    Examples:
+      tieredckpt purge --tier all --namespace gpt-run-7
+      tieredckpt purge a2a3fab8 --tier s3
+      echo gpt-run-7 | tieredckpt purge --tier s3 --yes --namespace gpt-run-7
+    """
+    configured = place.config.tiers if place.config is not None else ()
+    tiers = [each for each in configured if tier_name in (each.name, "all")]
+    if not tiers:
+        raise ConfigError(f"the configuration has no tier {tier_name}", key="tiers")
+    name = place.namespace(place.status())
+    in_memory = name in namespaces(place.runtime_dir)
+    if in_memory and (which is not None or tier_name != "all"):
+        raise UsageError(
+            f"this host's memory has namespace {name}, and it would be copied there again: run "
+            f"`tieredckpt agent purge --namespace {name}` before"
+        )
+    with closing(Folders(tiers, None, name, host_id(os.environ))) as folders:
+        listing = make_listing(folders.holdings())
+        for away, why in listing.unavailable.items():
+            raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
+        for spec in tiers:
+            _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
+    chosen = listed = listing.checkpoints
+    if which is not None:
+        fits = _fitting([each.manifest for each in listed], which, stream)
+        if len(fits) != 1:
+            raise NotFoundError(f"{count(len(fits), 'checkpoint')} fit {which}", key=which)
+        chosen = tuple(each for each in listed if each.manifest == fits[0])
+    going = [each.manifest for each in chosen if each.pinned is None]
+    pinned = [each.manifest for each in chosen if each.pinned is not None]
+    for spec in tiers:
+        sizes = [size_of(e.manifest) for e in chosen if e.pinned is None and spec.name in e.tiers]
+        what = f"{count(len(sizes), 'checkpoint')}, {size(sum(sizes))}"
+        click.echo(f"tier {spec.name}, {spec.url}: {what}", err=True)
+    for each in pinned:
+        click.echo(f"step {each.step} ({short(each.save_id)}) is pinned, and stays", err=True)
+    if not yes:
+        click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
+    if click.prompt("The name of the namespace", err=True) != name:
+        raise UsageError("this is another name: nothing is deleted")
+    if in_memory:
+        with place.agent() as client:
+            client.purge(name)
+    others = {ref.id for e in listed if e.manifest not in going for ref in e.manifest.segments}
+    ids = {each.save_id for each in going} | {ref.id for m in going for ref in m.segments} - others
+    for spec in tiers:
+        with closing(open_tier(spec, name, read_only=False)) as tier:
+            _delete(tier, None if which is None and not pinned else ids)
+    if place.as_json:
+        print_json(namespace=name, deleted=[*map(_plain, going)], pinned=[*map(_plain, pinned)])
+    else:
+        click.echo(f"deleted: {count(len(going), 'checkpoint')}")
+
+
+def _check_quiet(tier: Tier, within_s: float) -> None:
+    """Raise UsageError if a job copies to a shared tier. Agents have locks on the others."""
+    kinds = ("pending/", "segments/") if tier.scope is Scope.SHARED else ()
+    times = [info.modified_s or 0.0 for kind in kinds for info in tier.list(kind)]
+    if times and (ago_s := tier.now_s() - max(times)) < within_s:
+        text = f"a job copied to tier {tier.name} {ago_s:.0f} s ago"
+        raise UsageError(f"{text}: stop it, and try again after {within_s:.0f} s")
+
+
+def _delete(tier: Tier, ids: set[str] | None) -> None:
+    """Delete what is named by one of ``ids``; None: everything."""
+    for kind in KINDS:
+        keys = [info.key for info in tier.list(kind)]
+        tier.delete_many([k for k in keys if ids is None or ids.intersection(re.split("[/.]", k))])
+    if ids is None and isinstance(tier, FileTier):
+        shutil.rmtree(tier.root, ignore_errors=True)
 
 
 # --- marks --------------------------------------------------------------------------------------
