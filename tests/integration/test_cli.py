@@ -226,20 +226,21 @@ def test_purge_empties_memory_alone(site: Site, run: Run):
     assert steps(run("ls", "--json")) == {30: {"disk": "whole"}, 20: {"disk": "whole"}}
 
 
-def test_purge_empties_memory_and_the_disk_of_this_host(
+def test_purge_deletes_from_a_disk_what_memory_does_not_have(
     site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
 ):
     def purge(*words: str) -> Answer:
         monkeypatch.setattr(sys, "stdin", io.StringIO("run\n"))
         return run("purge", *words, "--yes")
 
-    one = purge("--tier", "disk")
-    assert (one.code, "agent purge --namespace run" in one.err) == (2, True)
     with FakeTrainer(site.runtime_dir, spec_of(tiers={"disk": site.disk}), size=SIZE):
         running = purge("--tier", "all")
-        assert (running.code, "stop them first" in running.err) == (1, True)
+        assert (running.code, "agent purge --namespace run" in running.err) == (2, True)
+        assert run("agent", "purge", "--namespace", "run", "--yes").code == 1
+    assert purge("20", "--tier", "disk").code == 2, "memory would bring it back"
     assert steps(run("ls", "--json")) == {30: both(), 20: both()}
     assert run("pin", "20", "--reason", "figures").code == 0
+    assert run("agent", "purge", "--namespace", "run", "--yes").code == 0
     assert "pinned, and stays" in purge("--tier", "all").err
     assert steps(run("ls", "--json")) == {20: {"disk": "whole"}}
     shutil.rmtree(site.disk / "run" / "records")
@@ -268,7 +269,7 @@ def test_the_error_of_a_tier_that_was_corrected_is_told_as_past(
         assert f"tier disk is not available: file://{wrong} since 20" in run("ls").out
         assert run("doctor").code == 1
         config.write_text(old.replace(f"file://{wrong}", f"file://{wrong}2"))
-        past = f"{wrong}2 once a job has opened it; before, this failed: file://{wrong} since 20"
+        past = f"until a job opens file://{wrong}2; of before: file://{wrong} since 20"
         plan = run("recovery", "plan")
         assert past in plan.err
         assert (plan.code, "not answer" in plan.out) == (0, False)

@@ -128,6 +128,41 @@ def test_a_round_trip_through_files_of_torch(runtime_dir: Path, tmp_path: Path):
         assert same(found, state)
 
 
+def test_a_prefix_and_a_namespace_that_has_checkpoints(runtime_dir: Path, tmp_path: Path):
+    """What a script saves has another level than its old files, and its random state."""
+    settings, old = config(runtime_dir), state_of(4)
+    with Engine.open(settings) as engine:
+        save(engine, 5, {"train": {**old, "more": torch.ones(2)}, "random": "state"})
+    source, folder = tmp_path / "old.pt", tmp_path / "folder"
+    torch.save(old, source)
+    stock_save(old, folder)
+    lacks = "only step 5 has 2 of the keys: random, train.more"
+    cases = [
+        (source, "train.", lacks, 0), (source, "train", lacks, 0),
+        (source, "", "only step 5 has 14 of the keys: random, train.model.columns, ", 12),
+        (folder, "", "only step 5 has 14 of the keys: random, train.model.columns, ", 12),
+    ]  # fmt: skip
+    for path, prefix, text, more in cases:
+        with pytest.raises(UsageError, match="holds 1 checkpoint") as refused:
+            import_checkpoint(load_config(settings, {}), path, 7, prefix=prefix)
+        assert text in str(refused.value)
+        lines = str(refused.value).splitlines()[2:]
+        assert [more] * len(lines) == [int(each.split()[4]) for each in lines]
+        assert all(each.startswith("only the source has ") for each in lines)
+        assert bool(lines) == (more > 0)
+    with pytest.raises(UsageError, match="a prefix is for a file"):
+        import_checkpoint(load_config(settings, {}), folder, 7, prefix="train.")
+    again = settings | {"namespace": "again"}
+    import_checkpoint(load_config(again, {}), source, 7, prefix="a.train.")
+    with Engine.open(again) as engine:
+        found = blank(old)
+        assert engine.load({"a": {"train": found}}) == 7
+        assert same(found, old)
+    request = Request(out=tmp_path / "back.pt", format="torch")
+    export_checkpoint(load_config(again, {}), Which(), request)
+    assert torch.load(request.out)["a"]["train"]["optim"]["groups"] == old["optim"]["groups"]
+
+
 def test_files_of_older_releases_of_torch(runtime_dir: Path, tmp_path: Path):
     state = state_of(6)
     old = tmp_path / "old.pt"

@@ -161,9 +161,8 @@ def moved_tiers(place: Place, status: Status | None, namespace: str) -> dict[str
     """By tier that the agent has at another URL than the configuration, a sentence on it."""
     urls = {each.name: each.url for each in place.config.tiers} if place.config else {}
     return {
-        tier.name: f"tier {tier.name}: the agent still uses an earlier configuration, and "
-        f"{urls[tier.name]} once a job has opened it; "
-        + (f"before, this failed: {tier.error}" if tier.error else f"until then {tier.url}")
+        tier.name: f"tier {tier.name}: the agent uses an earlier configuration until a job opens "
+        f"{urls[tier.name]}; of before: {tier.error or tier.url}"
         for each in (status.namespaces if status is not None else ())
         for tier in each.tiers
         if each.name == namespace and urls.get(tier.name, tier.url) != tier.url

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
 
 from tieredckpt.config.schema import Config
 from tieredckpt.dcp.job.session import Session
+from tieredckpt.dcp.load.sources import find_plan
 from tieredckpt.dcp.open import open_together
 from tieredckpt.dcp.save.writer import Writer
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
@@ -49,12 +51,14 @@ from tieredckpt.dcp.state.value_archive import BadValueError
 from tieredckpt.dcp.state.values import rebuild
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError, WaitError
 from tieredckpt.format.nested import nested_of
+from tieredckpt.format.parts import join_parts
 from tieredckpt.recovery.flush import flush_and_wait
 from tieredckpt.recovery.other_hosts import read_everywhere
 from tieredckpt.storage.file_io import open_regular
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 1 << 30
+KEYS_SHOWN = 10
 
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
 _ARCHIVE = b"PK\3\4"
@@ -82,6 +86,7 @@ def import_checkpoint(
     stream: str = DEFAULT_STREAM,
     *,
     timeout_s: float = 3600.0,
+    prefix: str = "",
 ) -> Imported:
     """Commit ``source`` as the first checkpoint of a namespace, and copy it to a tier.
 
@@ -94,10 +99,11 @@ def import_checkpoint(
         step: Its step.
         stream: Its sequence of checkpoints.
         timeout_s: How long the copy to the tier may take.
+        prefix: Of a file: what its names begin with from now on, as ``train.``.
 
     Raises:
         UsageError: ``source`` is neither, contains a type that ``torch.load(weights_only=True)``
-            refuses, or the namespace has checkpoints already.
+            refuses, or the namespace has checkpoints already: then with the keys that differ.
         IntegrityError: A file is damaged or no regular one, or does not fit the folder's metadata.
         WaitError: The checkpoint is committed in memory, and not in a tier yet; its copy goes on.
         AgentError, CapacityError: The agent cannot be used, or memory is too small.
@@ -106,14 +112,23 @@ def import_checkpoint(
     planner: SavePlanner = DefaultSavePlanner()
     state: dict[str, Any] = {}
     if source.is_dir():
-        planner = _Folder(source)
+        if prefix:
+            raise UsageError(f"{source} is a folder: a prefix is for a file of torch.save")
+        planner = folder = _Folder(source)
+        names = folder.names
     else:
         state = _torch_file(source)
+        for part in reversed(prefix.removesuffix(".").split(".") if prefix else ()):
+            state = {part: state}
+        try:
+            names = set(flatten_state_dict(state)[0])
+        except RecursionError as error:
+            raise IntegrityError(f"{source} is malformed: {error!r}") from error
     session = open_together(
         config, None, unsafe_pickle=False, read_only=False, run_id=secrets.token_hex(16)
     )
     try:
-        _check_empty(session)
+        _check_empty(session, stream, names)
         writer = Writer(session, step, stream, None, None)
         writer.nested = nested_of(state)
         keys = _save(writer, state, planner, source)
@@ -164,17 +179,29 @@ def _flush(session: Session, step: int, timeout_s: float) -> str:
     return flushed.tier
 
 
-def _check_empty(session: Session) -> None:
-    """Raise UsageError if the namespace has checkpoints: the import would supersede their job."""
+def _check_empty(session: Session, stream: str, names: set[str]) -> None:
+    """Raise UsageError if the namespace has checkpoints: the import would supersede their job.
+
+    Also with the keys in which ``names`` differs from the newest one of ``stream``.
+    """
     found = read_everywhere(session.client, session.history.others(), None)
     there = {
         fact.save_id for each in found.holdings for tier in each.tiers for fact in tier.manifests
     }
-    if there:
-        raise UsageError(
-            f"namespace {session.namespace} holds {len(there)} checkpoint(s) already: import into "
-            "a namespace of its own (--namespace), and have a job load it from there"
-        )
+    if not there:
+        return
+    text = (
+        f"namespace {session.namespace} holds {len(there)} checkpoint(s) already: import into a "
+        "namespace of its own (--namespace), and have a job load it from there"
+    )
+    if (newest := session.history.recovery_plan(stream).chosen) is not None:
+        theirs = {each.name for each in join_parts(find_plan(session, newest).entries())[0]}
+        what = f"step {newest.manifest.step}"
+        for has, keys in ((what, theirs - names), ("the source", names - theirs)):
+            if keys:
+                some = ", ".join(sorted(keys)[:KEYS_SHOWN])
+                text += f"\nonly {has} has {len(keys)} of the keys: {some}"
+    raise UsageError(text)
 
 
 def _torch_file(path: Path) -> dict[str, Any]:
@@ -331,9 +358,12 @@ class _Folder(DefaultSavePlanner):
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError,
                 LookupError) as error:  # fmt: skip
             raise IntegrityError(f"{folder / METADATA} is damaged: {error}") from error
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        if not isinstance(found, Metadata) or not all(
+            isinstance(each, dict) for each in (found.storage_data, found.state_dict_metadata)
+        ):
             raise UsageError(f"{folder / METADATA} is not of stock DCP's file system writer")
         self._found = found
+        self.names = set(map(str, found.state_dict_metadata))
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False

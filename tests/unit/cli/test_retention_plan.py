@@ -69,14 +69,6 @@ def test_streams_that_save_at_the_same_steps() -> None:
     assert goes == {(stream, *row) for stream in "ab" for row in each}
 
 
-def test_reasons_and_steps_of_what_goes_later() -> None:
-    held = listed()
-    decided = decide(held, CONFIG, 1e9, None)
-    foresee(decided, held, CONFIG, 1)
-    (row,) = (e for e in decided if (e["tier"], e["step"]) == ("disk", 20))
-    assert (row["reason"], row["goes_because"]) == ("one of the newest 2", "no rule keeps it")
-
-
 def test_of_one_checkpoint_nothing_is_foreseen() -> None:
     held = listed()[:1]
     reading = {"memory": {held[0].manifest.save_id: "it is being read"}}

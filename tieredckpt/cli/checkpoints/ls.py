@@ -281,8 +281,7 @@ def plan(place: Place, saves: int) -> None:
     rows = []
     for each in decided:
         stays = "keep" if each["goes_after"] is None else f"until {each['goes_after']}"
-        why = "; then ".join(filter(None, (each["reason"], each["goes_because"])))
-        rows.append(each | {"": stays if each["stays"] else "delete", "why": why})
+        rows.append(each | {"": stays if each["stays"] else "delete", "why": each["reason"]})
     columns = ("tier", "stream", "step", "save_id", "bytes", "tags", "", "why")
     print_table(f"namespace {found.namespace}", rows, _shown(columns, rows))
     freed = [each["bytes"] for each in decided if not each["stays"]]
@@ -292,12 +291,12 @@ def plan(place: Place, saves: int) -> None:
 def foresee(
     decided: list[dict[str, Any]], listed: Sequence[Listed], config: Config, saves: int
 ) -> None:
-    """Add to each row of :func:`decide` after the save of which step it goes, and why, or None."""
+    """Add to each row of :func:`decide` after the save of which step it goes; None: it stays."""
     rows = {(row["tier"], row["save_id"]): row for row in decided}
     known = [replace(each, tiers=dict(each.tiers)) for each in listed]
     by_id = {each.manifest.save_id: each for each in known}
     for row in decided:
-        row |= {"goes_after": None, "goes_because": None}
+        row["goes_after"] = None
         if not row["stays"]:
             del by_id[row["save_id"]].tiers[row["tier"]]
     for _ in range(saves):
@@ -313,15 +312,12 @@ def foresee(
         for each in decide(known, config, math.inf, {}):
             if not each["stays"] and each["stream"] in steps:
                 del by_id[each["save_id"]].tiers[each["tier"]]
-                later = {"goes_after": steps[each["stream"]], "goes_because": each["reason"]}
-                rows.get((each["tier"], each["save_id"]), {}).update(later)
+                row = rows.get((each["tier"], each["save_id"]), {})
+                row["goes_after"] = steps[each["stream"]]
 
 
 def decide(
-    listed: Sequence[Listed],
-    config: Config,
-    now_s: float,
-    in_use: dict[str, dict[str, str]] | None,
+    listed: Sequence[Listed], config: Config, now_s: float, in_use: dict[str, dict[str, str]] | None
 ) -> list[dict[str, Any]]:
     """Decide about all checkpoints, per tier and stream.
 

@@ -328,10 +328,9 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
     """Delete a namespace, or one checkpoint of it, from tiers. This cannot be undone.
 
     It asks twice: whether to delete what it lists, and for the namespace's name. Pinned checkpoints
-    stay, and with them the namespace. With --tier all, and no STEP or SAVE_ID (its first digits),
-    this host's memory is emptied, too. Refused while a job has the namespace open on this host, or
-    a checkpoint was copied to a shared tier within its takeover_after (1 min). Memory and disks of
-    other hosts are not changed.
+    stay, and with them the namespace. Refused while this host's memory has the namespace (see
+    `tieredckpt agent purge`), and if something was copied to a shared tier within takeover_after
+    (1 min). Memory and disks of other hosts are not changed.
 
     \b
     Examples:
@@ -344,11 +343,10 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
     if not tiers:
         raise ConfigError(f"the configuration has no tier {tier_name}", key="tiers")
     name = place.namespace(place.status())
-    in_memory = name in namespaces(place.runtime_dir)
-    if in_memory and (which is not None or tier_name != "all"):
+    if name in namespaces(place.runtime_dir):
         raise UsageError(
-            f"this host's memory has namespace {name}, and it would be copied there again: run "
-            f"`tieredckpt agent purge --namespace {name}` before"
+            f"this host's memory has namespace {name}, and would be copied there again: end its "
+            f"job, and run `tieredckpt agent purge --namespace {name}` before"
         )
     with closing(Folders(tiers, None, name, host_id(os.environ))) as folders:
         listing = make_listing(folders.holdings())
@@ -374,9 +372,6 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
         click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
     if click.prompt("The name of the namespace", err=True) != name:
         raise UsageError("this is another name: nothing is deleted")
-    if in_memory:
-        with place.agent() as client:
-            client.purge(name)
     others = {ref.id for e in listed if e.manifest not in going for ref in e.manifest.segments}
     ids = {each.save_id for each in going} | {ref.id for m in going for ref in m.segments} - others
     for spec in tiers:

@@ -186,19 +186,22 @@ def _some(names: list[str]) -> str:
 @click.option(
     "--timeout", default="1 h", show_default=True, metavar="DURATION", help="For the tiers' copies."
 )
+@click.option("--prefix", default="", help="Of a file: put it before all keys, as `train.`.")
 @_STREAM
 @namespace_options
-def import_(place: Place, source: Path, step: int, timeout: str, stream: str) -> None:
+def import_(place: Place, source: Path, step: int, timeout: str, prefix: str, stream: str) -> None:
     """Commit SOURCE as the first checkpoint of a namespace: a job that starts there loads it.
 
     SOURCE is a folder that stock DCP wrote, or a file of torch.save. Nothing in it is executed: a
     file with other types than torch.load(weights_only=True) accepts is refused. The checkpoint is
     copied to the tiers, and the command fails if one does not get it in time; the agent goes on.
-    Starts this host's agent if none runs.
+    Starts this host's agent if none runs. A namespace that has checkpoints is refused, with the
+    keys in which its newest one differs from SOURCE.
 
     \b
     Examples:
       tieredckpt import ./step-12000 --step 12000 --namespace gpt-run-8
+      tieredckpt import named.pt --step 1200 --prefix train.
       tieredckpt import weights.pt --step 0 --config run.yaml --json
     """
     from tieredckpt.export.imports import import_checkpoint
@@ -207,7 +210,8 @@ def import_(place: Place, source: Path, step: int, timeout: str, stream: str) ->
         timeout_s = parse_duration(timeout)
     except ValueError as error:
         raise UsageError(f"--timeout: {error}") from None
-    done = import_checkpoint(_config(place), source, step, stream, timeout_s=timeout_s)
+    config = _config(place)
+    done = import_checkpoint(config, source, step, stream, timeout_s=timeout_s, prefix=prefix)
     if place.as_json:
         print_json(**{name: getattr(done, name) for name in done.__slots__})
         return
