@@ -269,7 +269,7 @@ def test_the_error_of_a_tier_that_was_corrected_is_told_as_past(
         assert f"tier disk is not available: file://{wrong} since 20" in run("ls").out
         assert run("doctor").code == 1
         config.write_text(old.replace(f"file://{wrong}", f"file://{wrong}2"))
-        past = f"until a job opens file://{wrong}2; of before: file://{wrong} since 20"
+        past = f"until a job opens file://{wrong}2; past: file://{wrong} since 20"
         plan = run("recovery", "plan")
         assert past in plan.err
         assert (plan.code, "not answer" in plan.out) == (0, False)

@@ -20,6 +20,7 @@ import tieredckpt
 from tests.conftest import processes_naming
 from tests.support.faults import Site, Trainer, eventually, on_all, ranks
 from tests.support.http_proxy import HttpProxy, Rule
+from tieredckpt.dcp.load import choose
 from tieredckpt.errors import (
     NotFoundError,
     TierUnavailableError,
@@ -27,6 +28,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import decode_manifest
 from tieredckpt.recovery import folders
+from tieredckpt.recovery.other_hosts import read_everywhere
 from tieredckpt.testing.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 STEPS = (1, 2, 3)
@@ -344,6 +346,21 @@ def test_a_bucket_that_never_answers_is_not_waited_for(
         assert state == {"meta": {"step": 3}}
         assert "s3 on" in caplog.text
         assert "no answer within 0.5 s may hold a newer checkpoint" in caplog.text
+        # A bucket that does not exist is not asked again, and named all the same.
+        asked: list[None] = []
+        monkeypatch.setattr(
+            choose, "read_everywhere", lambda *args: asked.append(None) or read_everywhere(*args)
+        )
+        wrong = {**s3, "url": "s3://no-such-bucket/x", "endpoint": s3_server.endpoint}
+        settings["tiers"][0], settings["recovery"] = wrong, {"wait": "2 s"}
+        with (
+            tieredckpt.Engine.open(settings, read_only=True) as engine,
+            pytest.warns(UserWarning, match="not loaded: 14 key"),
+        ):
+            assert engine.load({"meta": {"step": 0}}, strict=False) == 3
+        assert len(asked) == 1
+        assert "s3://no-such-bucket/x: cannot " in caplog.text
+        assert "create it, or correct the tier's url may hold a newer checkpoint" in caplog.text
 
 
 # --- what it refuses -----------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def moved_tiers(place: Place, status: Status | None, namespace: str) -> dict[str
     urls = {each.name: each.url for each in place.config.tiers} if place.config else {}
     return {
         tier.name: f"tier {tier.name}: the agent uses an earlier configuration until a job opens "
-        f"{urls[tier.name]}; of before: {tier.error or tier.url}"
+        f"{urls[tier.name]}; past: {tier.error or tier.url}"
         for each in (status.namespaces if status is not None else ())
         for tier in each.tiers
         if each.name == namespace and urls.get(tier.name, tier.url) != tier.url

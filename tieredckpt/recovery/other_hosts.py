@@ -84,9 +84,8 @@ class AllHoldings:
         its manifest reached them all, and a lost host will never answer.
         """
         away = [tier.error or "" for tier in self.holdings[0].tiers if not tier.available]
-        if not all(NO_BUCKET in error for error in away):
-            return True
-        return any(plan.incomplete and plan.passes_over for plan in plans)
+        away += [why for plan in plans if plan.passes_over for why in plan.incomplete]
+        return any(NO_BUCKET not in why for why in away)
 
 
 class OtherHosts:
@@ -369,8 +368,8 @@ def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
     for plan in plans:
         if plan.chosen is not None and plan.incomplete:
             log.warning(
-                "stream %s: resuming at step %d, but %s may hold a newer checkpoint and did not "
-                "answer within %g s (recovery.wait)",
+                "stream %s: resuming at step %d, but %s may hold a newer checkpoint and could not "
+                "be read (recovery.wait is %g s)",
                 plan.stream, plan.chosen.manifest.step, "; ".join(plan.incomplete), wait_s,
             )  # fmt: skip
 

@@ -395,7 +395,9 @@ def test_a_bucket_that_does_not_exist_is_not_waited_for(status: int, code: str, 
     away = TierFacts(tier="s3", scope="shared", kind="object", available=False, error=str(error))
     disk = TierFacts(tier="disk", scope="host", kind="file", available=True, error=None)
     own = Holdings(host_id="own", namespace=NAMESPACE, attempts=(), tiers=(disk, away))
-    assert AllHoldings((own,)).should_wait([]) == waits
+    plan = plan_recovery((own,))
+    assert plan.incomplete
+    assert AllHoldings((own,)).should_wait([plan]) == waits
     disk = msgspec.structs.replace(disk, available=False, error="it hangs")
     both = msgspec.structs.replace(own, tiers=(disk, away))
     assert AllHoldings((both,)).should_wait([])

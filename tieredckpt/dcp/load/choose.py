@@ -202,7 +202,9 @@ def agree(
             if over or again or not answers.should_wait(plans) or (failed and until_s is None):
                 break
             time.sleep(POLL_S)
-        if now.step is None and answers.should_wait(plans):
+        # A tier that is not waited for is named, too: its URL may be mistyped.
+        away = any(not tier.available for tier in answers.holdings[0].tiers)
+        if now.step is None and (away or answers.should_wait(plans)):
             log_not_asked(plans, wait_s)
         for plan in plans:
             log_warnings(plan)
