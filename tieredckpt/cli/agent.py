@@ -14,13 +14,7 @@ import click
 from tieredckpt.agent import daemon
 from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.output import print_json, size
-from tieredckpt.cli.sources import (
-    Place,
-    json_option,
-    moved_tiers,
-    namespace_options,
-    place_options,
-)
+from tieredckpt.cli.sources import Place, json_option, moved_tiers, namespace_options, place_options
 from tieredckpt.cli.status import status
 from tieredckpt.config.schema import AgentConfig
 from tieredckpt.config.sections import parsed
@@ -174,8 +168,7 @@ def spill(place: Place, now: bool, tier: str | None, deadline: str | None) -> No
     found = place.status()
     name = place.namespace(found)
     moved = moved_tiers(place, found, name)
-    tiers = {each.name for each in place.config.tiers} if place.config else set()
-    if moved and ({tier} if tier else tiers) <= moved.keys():
+    if moved and tier in (None, *moved):
         raise UsageError("; ".join(moved.values()))
     shown = ""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tieredckpt.cli.main import main
 from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.records import encode_save_record, encode_tombstone
 from tieredckpt.storage.backends.file import FileTier
-from tieredckpt.storage.base import Scope, manifest_key, segment_key
+from tieredckpt.storage.base import Scope, manifest_key, record_key, segment_key
 from tieredckpt.storage.shared.catalog import SharedCatalog
 from tieredckpt.storage.shared.records import tombstone_of
 
@@ -67,7 +69,10 @@ def purge(
     settings = {
         "namespace": NAME,
         "agent": {"runtime_dir": str(tmp_path / "runtime")},
-        "tiers": [{"name": "s3", "url": f"file://{tmp_path}/shared", "scope": "shared"}],
+        "tiers": [
+            {"name": "s3", "url": f"file://{tmp_path}/shared", "scope": "shared"},
+            {"name": "disk", "url": f"file://{tmp_path}/disk"},
+        ],
     }
     file.write_text(json.dumps(settings))
 
@@ -105,6 +110,25 @@ def test_one_checkpoint_goes_and_a_pinned_one_stays(tier: FileTier, purge: Purge
     assert held(tier) == {2}
     assert len(list(tier.list("records/"))) == 1
     assert purge("77", "--tier", "s3", "--yes")[0] == 1
+
+
+def test_a_pin_that_another_tier_has_counts(tier: FileTier, tmp_path: Path, purge: Purge):
+    fourth = msgspec.structs.replace(THIRD, save_id=hex_id(97), step=4)
+    with closing(FileTier("disk", tmp_path / "disk", NAME)) as disk:
+        for each in (SECOND, fourth):
+            pin = msgspec.structs.replace(
+                save_record("pin"), id=hex_id(each.step), stream=each.stream, save_id=each.save_id
+            )
+            disk.put(manifest_key(each.stream, each.save_id), encode_manifest(each))
+            disk.put(record_key(each.save_id, pin.id), encode_save_record(pin))
+    code, answer, _ = purge("--tier", "s3", "--yes", "--json")
+    assert (code, {each["step"] for each in answer["deleted"]}) == (0, {FIRST.step, 3})
+    assert ([each["step"] for each in answer["pinned"]], held(tier)) == ([2], {2})
+    shutil.rmtree(tmp_path / "disk" / NAME / "records" / SECOND.save_id)
+    assert purge("--tier", "s3", "--yes")[0] == 0
+    assert not tier.root.exists(), "what is pinned on disk alone does not matter"
+    code, _, err = purge("--tier", "disk", "--yes")
+    assert (code, "step 4" in err) == (0, True)
 
 
 def test_a_namespace_goes_after_two_answers(tier: FileTier, purge: Purge):

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.saves import record
 from tests.unit.policy.test_history import saves, start
+from tieredckpt.agent.tiers.host_retention import why_full
 from tieredckpt.config.schema import Best, Every, Keep
 from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.records import SaveRecord
@@ -185,3 +186,10 @@ def test_protections_are_sentences() -> None:
         "b": "tier far, s3 is still to be filled from it",
         "d": "it is being restored",
     }
+
+
+def test_why_a_full_tier_deletes_nothing_has_each_reason_once() -> None:
+    plan = retain(newest_first(1, 2, 3), (), Keep(last=3))
+    why = " (of its stream it keeps 3: the newest; one of the newest 3)"
+    assert why_full(plan, MADE[8]) == why
+    assert why_full(retain((), (), Keep(last=1)), MADE[8]) == ""

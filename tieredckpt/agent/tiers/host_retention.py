@@ -251,7 +251,7 @@ class HostRetention:
                     "is deleted", self._spec.name, passed_over.step, passed_over.save_id,
                 )  # fmt: skip
                 return True
-        self.why_full = _why_full(plan, job)
+        self.why_full = why_full(plan, job)
         beyond = _plan(facts, self._spec, now_s, stay, coming=job, feeds=False).delete
         if not beyond or not self._host.make_room_in(self._spec.name, beyond):
             return False
@@ -274,7 +274,9 @@ class HostRetention:
         return gone
 
 
-def _why_full(plan: RetentionPlan, job: Manifest) -> str:
+def why_full(plan: RetentionPlan, job: Manifest) -> str:
+    """Why ``plan`` keeps what it keeps beside ``job``, to be added to an error; "": nothing."""
     kept = [save_id for save_id in plan.keep if save_id != job.save_id]
-    why = "; ".join(dict.fromkeys(plan.reasons[save_id] for save_id in kept))
+    reasons = "; ".join(plan.reasons[save_id] for save_id in kept).split("; ")
+    why = "; ".join(dict.fromkeys(reasons))
     return f" (of its stream it keeps {len(kept)}: {why})" if kept else ""

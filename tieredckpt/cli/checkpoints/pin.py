@@ -49,7 +49,7 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.records import Cause, SaveRecord, encode_save_record
 from tieredckpt.policy.retention import size_of, standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
-from tieredckpt.recovery.folders import Folders, namespaces, open_tier
+from tieredckpt.recovery.folders import namespaces, open_tier
 from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord
 from tieredckpt.storage.backends.file import FileTier
 from tieredckpt.storage.base import Scope, Tier
@@ -348,18 +348,19 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
             f"this host's memory has namespace {name}, and would be copied there again: end its "
             f"job, and run `tieredckpt agent purge --namespace {name}` before"
         )
-    with closing(Folders(tiers, None, name, host_id(os.environ))) as folders:
+    with closing(place.folders(name)) as folders:  # of all tiers: a pin may be in another one
         listing = make_listing(folders.holdings())
         for away, why in listing.unavailable.items():
             raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
         for spec in tiers:
             _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
-    chosen = listed = listing.checkpoints
+    names = {each.name for each in tiers}
+    chosen = listed = [each for each in listing.checkpoints if names & each.tiers.keys()]
     if which is not None:
         fits = _fitting([each.manifest for each in listed], which, stream)
         if len(fits) != 1:
             raise NotFoundError(f"{count(len(fits), 'checkpoint')} fit {which}", key=which)
-        chosen = tuple(each for each in listed if each.manifest == fits[0])
+        chosen = [each for each in listed if each.manifest == fits[0]]
     going = [each.manifest for each in chosen if each.pinned is None]
     pinned = [each.manifest for each in chosen if each.pinned is not None]
     for spec in tiers:
