@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import click
 
@@ -14,35 +15,15 @@ from tieredckpt.cli.sources import Place, place_options
 from tieredckpt.errors import AgentError, UsageError
 from tieredckpt.rpc.metrics import TEXT_TYPE, exposition
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
 REQUEST_S = 10.0
 """Longest a scrape may take; the next one waits for it."""
 
 
-class Server(HTTPServer):
-    """Serves ``read()`` at ``/metrics``, one request at a time."""
-
-    request_queue_size = 16
-
-    def __init__(self, address: tuple[str, int], read: Callable[[], bytes]) -> None:
-        super().__init__(address, _Handler)
-        self.read = read
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(WSGIRequestHandler):
     timeout = REQUEST_S
-    server: Server
-
-    def do_GET(self) -> None:
-        """Answer a scrape."""
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404, "only /metrics is here")
-            return
-        text = self.server.read()
-        self.send_response(200)
-        self.send_header("Content-Type", TEXT_TYPE)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: scrapes are many."""
@@ -103,8 +84,15 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _serve(address: tuple[str, int], read: Callable[[], bytes]) -> None:
+    def answer(environ: WSGIEnvironment, start: StartResponse) -> list[bytes]:
+        if environ["PATH_INFO"] != "/metrics":
+            start("404 Not Found", [])
+            return [b"only /metrics is here\n"]
+        start("200 OK", [("Content-Type", TEXT_TYPE)])
+        return [read()]
+
     try:
-        server = Server(address, read)
+        server = make_server(*address, answer, handler_class=_Handler)
     except OSError as error:
         raise UsageError(f"cannot listen on {':'.join(map(str, address))}: {error}") from error
     with server:
