@@ -204,7 +204,8 @@ class World:
                 store=self._store,
             )
             self._peers = frozenset(each.address for each in self._connections())
-        private.forget_last_world()
+        if self._order.generation > 1:
+            private.forget_last_world()
         with self._timed("open"):
             self._engine = Engine.open(
                 self._config, run_id=self._run_id, credentials=self._credentials
