@@ -303,6 +303,14 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
+class _Properties(metadata.TensorProperties):
+    """Also of torch 2.15, whose sixth value (strides, of one rank's piece) is not kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
+        self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
+
+
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     (each.__module__, each.__qualname__): each
     for each in (
@@ -314,8 +322,9 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     )
 } | {
     ("builtins", "getattr"): _member,
+    (metadata.__name__, "TensorProperties"): _Properties,
     # Where torch 2.2 had them.
-    (_OLD_MODULE, "TensorProperties"): metadata.TensorProperties,
+    (_OLD_MODULE, "TensorProperties"): _Properties,
     (_OLD_MODULE, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
     # Of the folder that it was saved as; where its class is depends on the Python that saved it.
     **{

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` as ``tieredckpt import`` reads them."""
+"""Files of ``torch.save`` and DCP folders as ``tieredckpt import`` reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from tieredckpt.errors import UsageError
-from tieredckpt.export.imports import _torch_file
+from tieredckpt.export.imports import _Folder, _torch_file
 
 
 def old_file(state: Any) -> bytes:
@@ -62,3 +64,20 @@ def test_the_type_that_is_refused_is_named(tmp_path: Path):
     torch.save({"about": io.StringIO}, path)
     with pytest.raises(UsageError, match=r"new\.pt holds _io\.StringIO, which torch\.load"):
         _torch_file(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_dcp_folder_of_torch_2_15(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It pickles six values of a tensor's properties, the last of which are its strides."""
+    of_today: Any = TensorProperties.__getstate__
+
+    def six(properties: Any) -> Any:
+        return (*of_today(properties)[:5], (1, 4))
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", six)
+    dcp.save({"w": torch.ones(4, 3).half()}, checkpoint_id=tmp_path, no_dist=True)
+    _, found = _Folder(tmp_path).create_global_plan([])
+    stored: Any = found.state_dict_metadata["w"]
+    properties = stored.properties
+    assert properties == TensorProperties(torch.float16)
+    assert type(properties) is TensorProperties
