@@ -205,9 +205,9 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     cases: dict[str, tuple[type[Exception], str]] = {}
 
     torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "evil.pt")
-    cases["evil.pt"] = UsageError, r"evil\.pt holds posix\.system, which torch\.load"
+    cases["evil.pt"] = UsageError, r"evil\.pt holds posix\.system, which a load"
     torch.save({"when": Fraction(1, 2)}, tmp_path / "type.pt", _use_new_zipfile_serialization=False)
-    cases["type.pt"] = UsageError, r"type\.pt holds fractions\.Fraction, which torch\.load"
+    cases["type.pt"] = UsageError, r"type\.pt holds fractions\.Fraction, which a load"
     inside_itself: list[Any] = []
     inside_itself.append(inside_itself)
     torch.save({"w": inside_itself}, tmp_path / "itself.pt")
@@ -230,7 +230,7 @@ def test_files_that_are_refused(runtime_dir: Path, tmp_path: Path):
     (tmp_path / "noise/.metadata").write_bytes(b"\x80\x04noise")
     (tmp_path / "attribute").mkdir()
     (tmp_path / "attribute/.metadata").write_bytes(pickle.dumps(Attribute()))
-    cases["attribute"] = UsageError, r"\.metadata asks for 'count' of <class 'torch\.Size'>"
+    cases["attribute"] = IntegrityError, r"\.metadata is damaged: an attribute that no writer makes"
     cases["noise"] = IntegrityError, r"\.metadata is damaged"
     for name in ("short", "gone", "flipped"):
         stock_save(state_of(4), tmp_path / name)

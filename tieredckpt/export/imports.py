@@ -6,18 +6,18 @@ of ``torch.save`` that is no archive is read first. Nothing in any is executed.
 
 from __future__ import annotations
 
-import enum
 import io
 import mmap
 import os
 import pathlib
 import pickle
+import pickletools
 import re
 import secrets
 import struct
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from tieredckpt.dcp.open import open_together
 from tieredckpt.dcp.save.writer import Writer
 from tieredckpt.dcp.state.checkpoint_id import DEFAULT_STREAM
 from tieredckpt.dcp.state.value_archive import BadValueError
-from tieredckpt.dcp.state.values import rebuild
+from tieredckpt.dcp.state.values import RefusedTypesError, SafeGlobal, rebuild
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError, WaitError
 from tieredckpt.format.nested import nested_of
 from tieredckpt.format.parts import join_parts
@@ -61,9 +61,19 @@ METADATA_BYTES_MAX = 1 << 30
 KEYS_SHOWN = 10
 
 _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_MALFORMED = (
+    pickle.UnpicklingError, struct.error, ArithmeticError, AssertionError, AttributeError, EOFError,
+    LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What torch, DCP and Python raise of bytes that nobody wrote so."""
+
 _ARCHIVE = b"PK\3\4"
 _BEFORE_ARCHIVES = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """A number that begins a file of ``torch.save`` before torch 1.6, after pickle's version."""
+_OF_TENSORS = re.compile(
+    r"collections\.OrderedDict|torch\.(\w+Storage|Size|device|b?float\d+|u?int\d+|bool|complex\d+)"
+    r"|torch\._utils\._rebuild_(tensor_v2|parameter)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +112,8 @@ def import_checkpoint(
         prefix: Of a file: what its names begin with from now on, as ``train.``.
 
     Raises:
-        UsageError: ``source`` is neither, contains a type that ``torch.load(weights_only=True)``
-            refuses, or the namespace has checkpoints already: then with the keys that differ.
+        UsageError: ``source`` is neither, contains a type that a load refuses, or the namespace
+            has checkpoints already: then with the keys that differ.
         IntegrityError: A file is damaged or no regular one, or does not fit the folder's metadata.
         WaitError: The checkpoint is committed in memory, and not in a tier yet; its copy goes on.
         AgentError, CapacityError: The agent cannot be used, or memory is too small.
@@ -157,9 +167,7 @@ def _save(writer: Writer, state: dict[str, Any], planner: SavePlanner, source: P
             found = dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        malformed = isinstance(
-            first, AttributeError | TypeError | ValueError | LookupError | RecursionError
-        )
+        malformed = isinstance(first, _MALFORMED)
         if malformed and not isinstance(first, TieredCkptError):
             raise IntegrityError(f"{source} is malformed: {first!r}") from error
         raise first from error
@@ -209,22 +217,29 @@ def _torch_file(path: Path) -> dict[str, Any]:
     real = Path(os.path.realpath(path))
     # Torch would wait at a pipe.
     with io.FileIO(open_regular(real, os.O_RDONLY, str(path))) as file:
-        begin, size = file.read(16), os.fstat(file.fileno()).st_size
-    is_archive = begin.startswith(_ARCHIVE)
-    if not is_archive and begin[2:15] != _BEFORE_ARCHIVES:
-        raise UsageError(f"{path} is no file of torch.save{_advice(path)}")
-    storages = _Storages(size)
+        begin = file.read(16)
+        if not begin.startswith(_ARCHIVE) and begin[2:15] != _BEFORE_ARCHIVES:
+            raise UsageError(f"{path} is no file of torch.save{_advice(path)}")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of its old formats
-            where: Any = "cpu" if is_archive else storages
-            state = torch.load(real, map_location=where, mmap=is_archive, weights_only=True)
-        storages.check()
-    except (
-        pickle.UnpicklingError, struct.error, ArithmeticError, AssertionError, AttributeError,
-        EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        raise UsageError(_refusal(path, error)) from error
+        if begin.startswith(_ARCHIVE):
+            state = rebuild(memoryview(mapped), device="cpu", in_place=True)
+        else:
+            _check_names(mapped)
+            storages: Any = _Storages(len(mapped))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, of its old formats
+                state = torch.load(real, map_location=storages, weights_only=True)
+            storages.check()
+    except RefusedTypesError as error:
+        raise UsageError(
+            f"{path} holds {error}, which a load would refuse: if you trust the file, load it with "
+            "torch.load(weights_only=False), and save its tensors as a file of their own"
+        ) from error
+    except (BadValueError, *_MALFORMED) as error:
+        # Of torch's text the first part: the rest is advice.
+        reason = re.split(r"\n|\. ", str(error.__context__ or error).strip(), maxsplit=1)[0]
+        raise UsageError(f"{path} cannot be read: {reason or type(error).__name__}") from error
     if not isinstance(state, dict) or not state:
         raise UsageError(f"{path} holds a {type(state).__name__}, not a state dict")
     if not all(isinstance(key, str) for key in state):
@@ -232,17 +247,16 @@ def _torch_file(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _refusal(path: Path, error: Exception) -> str:
-    """One line: torch's own has its advice first, and its reason in the error that it replaced."""
-    if named := re.search(r"GLOBAL (\S+)", str(error)):
-        return (
-            f"{path} holds {named[1]}, which torch.load(weights_only=True) refuses: if you trust "
-            "the file, load it with weights_only=False, and save its tensors as a file of their own"
-        )
-    reason = re.split(r"\n|\. ", str(error.__context__ or error).strip(), maxsplit=1)[0]
-    return (
-        f"{path} cannot be read by torch.load(weights_only=True): {reason or type(error).__name__}"
-    )
+def _check_names(file: Any) -> None:
+    """Raise RefusedTypesError if a file from before torch 1.6 names more than tensors consist of.
+
+    ``weights_only`` permits functions, too, whose results may be of any size.
+    """
+    for _ in range(5):  # its number, version, machine, state, and the storages' names
+        for operation, argument, _ in pickletools.genops(file):
+            name = str(argument).replace(" ", ".")
+            if operation.name == "GLOBAL" and not _OF_TENSORS.fullmatch(name):
+                raise RefusedTypesError([name])
 
 
 class _Storages:
@@ -281,28 +295,6 @@ def _advice(path: Path) -> str:
 # --- stock DCP ------------------------------------------------------------------------------------
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles DCP's metadata, and calls nothing but the classes that it consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        raise UsageError(
-            f"{METADATA} names {module}.{name}, which stock DCP does not write: it is not read"
-        )
-
-
-def _member(kind: Any, name: str) -> Any:
-    """A member of an enum, which Python 3.11.0 to 3.11.3 pickle as ``getattr`` of its class.
-
-    Raises:
-        UsageError: It is asked of anything but a class of ``_ALLOWED`` that is an enum.
-    """
-    if not isinstance(kind, enum.EnumMeta):
-        raise UsageError(f"{METADATA} asks for {name!r} of {kind!r:.80}: it is not read")
-    return kind[name]
-
-
 class _Properties(metadata.TensorProperties):
     """Also of torch 2.15, whose sixth value (strides, of one rank's piece) is not kept."""
 
@@ -311,33 +303,38 @@ class _Properties(metadata.TensorProperties):
         self.__class__ = metadata.TensorProperties  # type: ignore[assignment]
 
 
-_ALLOWED: Mapping[tuple[str, str], Any] = {
-    (each.__module__, each.__qualname__): each
-    for each in (
-        *(getattr(metadata, name) for name in metadata.__all__),
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        torch.serialization._get_layout,
-    )
-} | {
-    ("builtins", "getattr"): _member,
-    (metadata.__name__, "TensorProperties"): _Properties,
+_ALLOWED: Sequence[SafeGlobal] = (
+    *(getattr(metadata, name) for name in metadata.__all__ if name != "TensorProperties"),
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    (_Properties, f"{metadata.__name__}.TensorProperties"),
     # Where torch 2.2 had them.
-    (_OLD_MODULE, "TensorProperties"): _Properties,
-    (_OLD_MODULE, "MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
-    # Of the folder that it was saved as; where its class is depends on the Python that saved it.
-    **{
-        (module, name): pathlib.PurePosixPath
+    (_Properties, f"{_OLD_MODULE}.TensorProperties"),
+    (metadata._MEM_FORMAT_ENCODING, f"{_OLD_MODULE}.MEM_FORMAT_ENCODING"),
+    # Of the folder that it was saved as, on Windows.
+    *(
+        (pathlib.PurePosixPath, f"{module}.{name}")
         for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
-    **{
-        ("torch", name): each
-        for name, each in vars(torch).items()
-        if isinstance(each, torch.dtype | torch.layout | torch.memory_format)
-    },
-}
+        for name in ("WindowsPath", "PureWindowsPath")
+    ),
+)
+
+
+def _check_size(root: Any, limit: int) -> None:
+    """Raise ValueError if ``root`` has more parts than ``limit``, shared ones counted each time.
+
+    A few bytes can describe a tuple of the same tuple twice, and so on: nobody could print that.
+    """
+    parts = [root]
+    for each in parts:  # it grows
+        if isinstance(each, Mapping):
+            parts += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | Set):
+            parts += each
+        else:
+            parts += getattr(each, "__dict__", {}).values()
+        if len(parts) > limit:
+            raise ValueError("it has more parts than bytes")
 
 
 class _Folder(DefaultSavePlanner):
@@ -354,18 +351,20 @@ class _Folder(DefaultSavePlanner):
         super().__init__()
         self._root = Path(os.path.realpath(folder))
         self._maps: dict[str, memoryview] = {}
-        try:
-            with self._open(METADATA) as file:
-                if os.fstat(file.fileno()).st_size > METADATA_BYTES_MAX:
-                    raise UsageError(f"{folder / METADATA} is too large")
-                found = _MetadataUnpickler(file).load()
-        except TieredCkptError:
-            raise
-        except FileNotFoundError as error:
+        if not (folder / METADATA).exists():
             why = _advice(folder) or ": stock DCP writes one"
-            raise UsageError(f"{folder} has no {METADATA}{why}") from error
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError,
-                LookupError) as error:  # fmt: skip
+            raise UsageError(f"{folder} has no {METADATA}{why}")
+        data = self._file(METADATA)
+        if len(data) > METADATA_BYTES_MAX:
+            raise UsageError(f"{folder / METADATA} is too large")
+        try:
+            found = rebuild(data, _ALLOWED, bare=True)
+            _check_size(found, len(data))
+        except RefusedTypesError as error:
+            raise UsageError(
+                f"{METADATA} names {error}, which stock DCP does not write: it is not read"
+            ) from error
+        except (BadValueError, ValueError) as error:
             raise IntegrityError(f"{folder / METADATA} is damaged: {error}") from error
         if not isinstance(found, Metadata) or not all(
             isinstance(each, dict) for each in (found.storage_data, found.state_dict_metadata)
@@ -409,15 +408,18 @@ class _Folder(DefaultSavePlanner):
         if not 0 <= info.offset <= info.offset + info.length <= len(view):
             raise IntegrityError(f"{info.relative_path} is truncated", state_key=index.fqn)
         blob = view[info.offset : info.offset + info.length]
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(blob)
+        is_value = write_item.type == WriteItemType.BYTE_IO
         try:
-            return rebuild(blob, device="cpu", in_place=True)
+            found = rebuild(blob, device="cpu", in_place=True)
         except BadValueError as error:
+            if is_value and isinstance(error, RefusedTypesError):  # the save warns of it
+                return io.BytesIO(blob)
             raise IntegrityError(
-                f"{index.fqn!r} in {info.relative_path} is no tensor of stock DCP: {error}",
+                f"{index.fqn!r} in {info.relative_path} is no {'value' if is_value else 'tensor'} "
+                f"of stock DCP: {error}",
                 state_key=index.fqn,
             ) from error
+        return io.BytesIO(blob) if is_value else found
 
     def _file(self, name: str) -> memoryview:
         """A file of the folder, mapped: private, so that nothing can change it."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import pickle
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from tieredckpt.errors import UsageError
+from tests.support.forged_values import archive, call, mapped, number, text
+from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError
 from tieredckpt.export.imports import _Folder, _torch_file
 
 
@@ -62,7 +68,7 @@ def test_an_old_file_has_no_tensors_beyond_its_data(tmp_path: Path):
 def test_the_type_that_is_refused_is_named(tmp_path: Path):
     path = tmp_path / "new.pt"
     torch.save({"about": io.StringIO}, path)
-    with pytest.raises(UsageError, match=r"new\.pt holds _io\.StringIO, which torch\.load"):
+    with pytest.raises(UsageError, match=r"new\.pt holds _io\.StringIO, which a load"):
         _torch_file(path)
 
 
@@ -81,3 +87,88 @@ def test_a_dcp_folder_of_torch_2_15(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     properties = stored.properties
     assert properties == TensorProperties(torch.float16)
     assert type(properties) is TensorProperties
+
+
+# --- forged -----------------------------------------------------------------------------------
+
+
+def peak_of(read: Callable[[Path], Any], path: Path) -> int:
+    """Most memory that it took to refuse ``path``, by one of our errors."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(TieredCkptError):
+            read(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def twice(times: int) -> Any:
+    """A tuple of a tuple twice, and so on: of 2 ** times parts, and short as a stream."""
+    found: Any = ()
+    for _ in range(times):
+        found = (found, found)
+    return found
+
+
+OF_METADATA: dict[str, bytes] = {
+    "place in the memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "bytes to change": b"\x80\x05\x96" + struct.pack("<Q", 1 << 34) + b".",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
+    "number": b"\x80\x04\x8b" + struct.pack("<i", (1 << 31) - 1) + b".",
+    "parts": pickle.dumps(Metadata({}, planner_data=twice(40), storage_data={})),
+    "parts of a key": pickle.dumps(Metadata({}, storage_data={MetadataIndex("w"): 0})).replace(
+        b"\x8c\x01w", pickle.dumps(twice(40))[11:-1]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_METADATA)
+def test_forged_metadata_takes_no_memory(tmp_path: Path, what: str):
+    (tmp_path / ".metadata").write_bytes(OF_METADATA[what])
+    assert peak_of(_Folder, tmp_path) < 1 << 20
+
+
+def compressed() -> bytes:
+    """The archive of a tensor of zeros, deflated."""
+    plain, small = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.zeros(1 << 22)}, plain)
+    with (
+        zipfile.ZipFile(plain) as whole,
+        zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    return small.getvalue()
+
+
+def of_old(program: bytes) -> bytes:
+    """A file from before torch 1.6 whose state is ``program``."""
+    data = old_file({"w": 1})
+    at = data.index(b"\x80\x02}q\x00X\x01\x00\x00\x00w")
+    return data[:at] + b"\x80\x02" + program + b"." + b"\x80\x02]."
+
+
+HUGE = mapped(text("w"), call("builtins.bytearray", number(1 << 33)))
+OF_TORCH: dict[str, Callable[[], bytes]] = {
+    "compressed": compressed,
+    "bytearray": lambda: archive(HUGE),
+    "bytearray before torch 1.6": lambda: of_old(HUGE),
+}
+
+
+@pytest.mark.parametrize("what", OF_TORCH)
+def test_a_forged_file_of_torch_takes_no_memory(tmp_path: Path, what: str):
+    (tmp_path / "forged.pt").write_bytes(OF_TORCH[what]())
+    assert peak_of(_torch_file, tmp_path / "forged.pt") < 1 << 20
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_value_that_no_load_could_read_is_refused(tmp_path: Path):
+    dcp.save({"note": "text of a value"}, checkpoint_id=tmp_path, no_dist=True)
+    data = tmp_path / "__0_0.distcp"
+    data.write_bytes(data.read_bytes().replace(b"X\x0f\x00", b"X\xff\x00"))
+    folder = _Folder(tmp_path)
+    with pytest.raises(IntegrityError, match=r"'note' in __0_0\.distcp is no value of"):
+        folder.resolve_data(folder.create_local_plan().items[0])

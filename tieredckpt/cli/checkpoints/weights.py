@@ -193,10 +193,10 @@ def import_(place: Place, source: Path, step: int, timeout: str, prefix: str, st
     """Commit SOURCE as the first checkpoint of a namespace: a job that starts there loads it.
 
     SOURCE is a folder that stock DCP wrote, or a file of torch.save. Nothing in it is executed: a
-    file with other types than torch.load(weights_only=True) accepts is refused. The checkpoint is
-    copied to the tiers, and the command fails if one does not get it in time; the agent goes on.
-    Starts this host's agent if none runs. A namespace that has checkpoints is refused, with the
-    keys in which its newest one differs from SOURCE.
+    file with types that a load refuses by default is refused. The checkpoint is copied to the
+    tiers, and the command fails if one does not get it in time; the agent goes on. Starts this
+    host's agent if none runs. A namespace that has checkpoints is refused, with the keys in which
+    its newest one differs from SOURCE.
 
     \b
     Examples:

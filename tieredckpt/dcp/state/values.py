@@ -1,15 +1,16 @@
 """The values of a checkpoint that are not tensors: rebuilt from ``torch.save`` streams, safely.
 
 A stream is a program: push this, call that. This interpreter knows the operations that
-``torch.save`` writes. It only calls the functions of :mod:`tieredckpt.dcp.state.value_types`, and
-types that the user allows by name. So a forged stream cannot run code, and its memory is limited by
-its length: data (arrays, tensors, bytes) takes at most 4 times the item's bytes, and Python's own
-objects as much as Python needs for them.
+``torch.save`` and the metadata of stock DCP consist of. It only calls the functions of
+:mod:`tieredckpt.dcp.state.value_types`, and types that the user allows by name. So a forged stream
+cannot run code, and its memory is limited by its length: data (arrays, tensors, bytes) takes at
+most 4 times the item's bytes, and Python's own objects as much as Python needs for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import re
 import struct
 import sys
@@ -47,7 +48,7 @@ OBJECT_BYTES = 256 << 20
 
 SLACK_BYTES = 64 << 10
 
-_U8, _U16, _U32, _I32, _F64 = (struct.Struct(code) for code in ("B", "<H", "<I", "<i", ">d"))
+_U8, _U16, _U32, _U64, _I32, _F64 = map(struct.Struct, ("B", "<H", "<I", "<Q", "<i", ">d"))
 _NAME_BYTES_MAX = 512
 _REFUSED_MAX = 20
 _KEY_PARTS_MAX = 1000
@@ -79,6 +80,7 @@ def rebuild(
     device: str | None = None,
     *,
     in_place: bool = False,
+    bare: bool = False,
 ) -> Any:
     """The value that ``torch.save`` wrote as ``data``.
 
@@ -88,12 +90,14 @@ def rebuild(
         device: "cpu" to leave tensors there; None: where they were.
         in_place: Tensors on the CPU are views of ``data``, which must be writable; otherwise
             nothing shares memory with it.
+        bare: ``data`` is no archive but the stream alone, as ``pickle.dump`` writes it.
 
     Raises:
         RefusedTypesError: It names another type or function.
         BadValueError: It is no such archive, or one that no writer makes.
     """
-    interpreter = _Interpreter(data, allow, device, in_place=in_place)
+    archive = {"data.pkl": data} if bare else entries(data)
+    interpreter = _Interpreter(len(data), archive, allow, device, in_place=in_place)
     try:
         return interpreter.run()
     except RefusedTypesError:
@@ -110,19 +114,19 @@ def rebuild(
 class _Interpreter:
     def __init__(
         self,
-        data: memoryview,
+        size: int,
+        archive: dict[str, memoryview],
         allow: Sequence[SafeGlobal],
         device: str | None,
         *,
         in_place: bool,
     ) -> None:
-        size = len(data)
         self._objects_left = min(
             OBJECT_FACTOR * size + SLACK_BYTES, DATA_FACTOR * size + OBJECT_BYTES
         )
         self._data_left = DATA_FACTOR * size + SLACK_BYTES
         self._storage_left = size
-        self._archive = entries(data)
+        self._archive = archive
         self._program = self._archive["data.pkl"]
         self._at = 0
         self._stack: list[Any] = []
@@ -186,6 +190,8 @@ class _Interpreter:
             if isinstance(part, tuple | frozenset):
                 need(len(parts) + len(part) <= _KEY_PARTS_MAX, "a key")
                 parts.extend(part)
+            elif hasattr(part, "__dict__"):  # of a type that is allowed
+                parts.extend(vars(part).values())
 
     # --- operations ------------------------------------------------------------------------------
 
@@ -214,8 +220,8 @@ class _Interpreter:
         self._marks.append(self._stack)
         self._stack = []
 
-    def _text(self) -> None:
-        text = str(self._read(self._number(_U32)), "utf-8", "surrogatepass")
+    def _text(self, length: struct.Struct = _U32) -> None:
+        text = str(self._read(self._number(length)), "utf-8", "surrogatepass")
         self.charge(0, text.__sizeof__() - 48)
         self._stack.append(text)
 
@@ -269,7 +275,14 @@ class _Interpreter:
         text = bytes(self._program[self._at : self._at + _NAME_BYTES_MAX])
         module, name, _ = text.split(b"\n", 2)
         self._at += len(module) + len(name) + 2
-        pair = str(module, "utf-8"), str(name, "utf-8")
+        self._name((str(module, "utf-8"), str(name, "utf-8")))
+
+    def _stack_global(self) -> None:
+        pair = self._stack.pop(-2), self._stack.pop()
+        need(type(pair[0]) is type(pair[1]) is str, "a name")
+        self._name(pair)
+
+    def _name(self, pair: tuple[str, str]) -> None:
         where, what = NAME_MAPPING.get(pair, (IMPORT_MAPPING.get(pair[0], pair[0]), pair[1]))
         found = NAMES.get(f"{where}.{what}") or self._allowed.get(f"{where}.{what}")
         if found is None:
@@ -316,7 +329,7 @@ class _Interpreter:
             )
             vars(made).update({str(key): value for key, value in state.items()})
         elif type(made) is not _Refused:
-            need(self._is_allowed(type(made)), "an object")
+            need(self._is_allowed(type(made)) and not isinstance(made, enum.Enum), "an object")
             _set_state(made, *self._content((state,)))
 
     def _storage(self) -> None:
@@ -413,5 +426,10 @@ _OPERATIONS_BY_CODE: dict[bytes, tuple[int, _Operation]] = {
     b"\x81": (100, _Interpreter._new),
     b"b": (0, _Interpreter._build),
     b"Q": (150, _Interpreter._storage),
+    # Of pickle's newer protocols.
+    b"\x95": (0, lambda run: run._number(_U64)),  # the length of a part; parts mean nothing here
+    b"\x8c": (100, lambda run: run._text(_U8)),
+    b"\x93": (100, _Interpreter._stack_global),
+    b"\x94": (12, lambda run: run._put(len(run._memo))),
 }
 _OPERATIONS = [_OPERATIONS_BY_CODE.get(bytes((code,)), (0, _unknown)) for code in range(256)]
