@@ -13,6 +13,7 @@ import click
 from tieredckpt.bench import command as bench
 from tieredckpt.cli import agent, config, doctor, live, run, status
 from tieredckpt.cli.checkpoints import ls, pin, recovery, verify, weights
+from tieredckpt.cli.output import printable
 from tieredckpt.errors import (
     AgentError,
     ConfigError,
@@ -74,7 +75,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except TieredCkptError as error:
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(str(error), err=True)
+        click.echo(printable(str(error)), err=True)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
     except BrokenPipeError:
         # The reader has closed the pipe, as in `tieredckpt ls | head`.

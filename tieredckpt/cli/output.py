@@ -19,9 +19,17 @@ TABLE_WIDTH_MAX = 10_000
 fitted to the terminal loses contents, and a log needs no fitting."""
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with escapes for all but line breaks that a terminal would obey."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def one_line(text: str) -> str:
     """Return ``text`` without line breaks, which would end a row or a message early."""
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def record_text(text: str) -> str:
@@ -81,7 +89,9 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 def print_json(**answer: Any) -> None:
     """Print ``answer`` as indented JSON."""
-    click.echo(json.dumps(answer, indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(answer, indent=2, ensure_ascii=False, default=str)
+    # JSON itself escapes the lower control characters.
+    click.echo(text.translate({each: f"\\u{each:04x}" for each in range(0x7F, 0xA0)}))
 
 
 def print_table(

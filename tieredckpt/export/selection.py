@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.format.nested import Nested, Real, real_path
+from tieredckpt.format.plain import MAX_DEPTH
+from tieredckpt.format.plan import MAX_NAMES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """By name of ``--dtype``."""
@@ -152,11 +154,20 @@ def in_doubt(metadata: Metadata, keys: Sequence[str], nested: Nested) -> tuple[l
 
 
 def recorded_path(name: str, planner_data: object) -> Path:
-    """The path that DCP's planner recorded for a flat name; the name itself if it did not."""
+    """The path that DCP's planner recorded for a flat name; the name itself if it did not.
+
+    Raises:
+        IntegrityError: It is deeper, or a place in a list higher, than those of any state.
+    """
     mapped = planner_data.get(name) if isinstance(planner_data, dict) else None
-    if isinstance(mapped, tuple) and ".".join(map(str, mapped)) == name:
-        return mapped
-    return (name,)
+    if not mapped or not isinstance(mapped, tuple) or {*map(type, mapped)} - {str, int}:
+        return (name,)
+    places = [at for at in mapped if isinstance(at, int)]
+    if max(places, key=abs, default=0).bit_length() > 64 or ".".join(map(str, mapped)) != name:
+        return (name,)
+    if len(mapped) > MAX_DEPTH or any(not 0 <= at < MAX_NAMES for at in places):
+        raise IntegrityError(f"the plan has a path that no state has, of {name[:200]!r}")
+    return mapped
 
 
 def stripped(path: RealPath, prefix: str) -> RealPath:

@@ -34,11 +34,11 @@ from tieredckpt.dcp.state.value_archive import entries
 from tieredckpt.errors import IntegrityError, UsageError
 from tieredckpt.export.files import Files, nowhere, tensor_in
 from tieredckpt.export.selection import RealPath, Selection
-from tieredckpt.format.plan import MAX_NAMES
 from tieredckpt.format.segment import round_up
 
 ALIGN_BYTES = 64
 DATA = "__0_0.distcp"
+_GAPS_MAX = 1 << 18
 
 
 def loadable(name: str, data: bytes) -> Any:
@@ -115,11 +115,23 @@ class Node(dict[Any, Any]):
             into = into.setdefault(at, Node())
         into[path[-1]] = value
 
-    def built(self) -> Any:
-        """The dict or list, with all that is in it."""
-        found = {at: each.built() if isinstance(each, Node) else each for at, each in self.items()}
+    def built(self, gaps_left: list[int] | None = None) -> Any:
+        """The dict or list, with all that is in it.
+
+        Args:
+            gaps_left: One number: how many empty places its lists may have.
+
+        Raises:
+            IntegrityError: It has paths that no state has.
+        """
+        gaps_left = gaps_left or [_GAPS_MAX]
+        found = {
+            at: each.built(gaps_left) if isinstance(each, Node) else each
+            for at, each in self.items()
+        }
         if places := [at for at in found if isinstance(at, int)]:
-            if len(places) < len(found) or min(places) < 0 or max(places) >= MAX_NAMES:
+            gaps_left[0] -= max(places) + 1 - len(places)
+            if len(places) < len(found) or min(places) < 0 or gaps_left[0] < 0:
                 raise IntegrityError("the plan's paths of values do not fit each other")
             return [found.get(number) for number in range(max(places) + 1)]
         return {getattr(at, "key", at): each for at, each in found.items()}

@@ -11,6 +11,7 @@ import torch
 from tieredckpt.config.schema import Config
 from tieredckpt.dcp.load.sources import fetcher_of, find_plan
 from tieredckpt.dcp.state.metadata import torch_constant
+from tieredckpt.errors import IntegrityError
 from tieredckpt.export.selection import Path, recorded_path
 from tieredckpt.export.source import Source, Which, opened
 from tieredckpt.format.manifest import Manifest
@@ -65,6 +66,8 @@ def contents(config: Config, which: Which) -> Contents:
             name = entry.name if part is None else part.key
             if isinstance(entry, BytesEntry):
                 segments_of[name] = {entry.segment}
+                if (entry.segment, entry.item) not in sizes:
+                    raise IntegrityError(f"no segment has the value of {name[:200]!r}")
                 size[name] = sizes[entry.segment, entry.item]
             else:
                 segments_of.setdefault(name, set()).update(chunk.segment for chunk in entry.chunks)

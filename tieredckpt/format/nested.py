@@ -24,6 +24,7 @@ NESTED_BYTES_MAX = 1 << 20
 
 _CONTAINERS_MAX = 1 << 18
 _NUMBER = re.compile(r"-?[0-9]{1,4000}")
+_NUMBER_BITS_MAX = 13_000  # Python refuses to make text of more than 4300 digits
 _KEY_TYPES = frozenset((int, bool, float, str, type(None)))
 
 Path = tuple[Any, ...]
@@ -69,6 +70,8 @@ def _kept(value: Mapping[Any, Any]) -> dict[str, Any] | bool | None:
 
 
 def _is_key(key: object) -> bool:
+    if isinstance(key, int) and key.bit_length() > _NUMBER_BITS_MAX:
+        return False
     return type(key) in _KEY_TYPES or (type(key) is tuple and all(map(_is_key, key)))
 
 
@@ -90,6 +93,7 @@ def decode_nested(data: bytes) -> Nested:
     table = decode_plain(data, NESTED_BYTES_MAX) if data else {}
     if type(table) is not dict or not all(
         isinstance(path, tuple)
+        and len(path) <= MAX_DEPTH
         and _is_key(path)
         and (keys is True or (isinstance(keys, dict) and _is_key(tuple(keys.values()))))
         and (path or keys)

@@ -36,8 +36,12 @@ all before it, at up to 2 ns per byte: seconds in all. The limit allows 15,000 k
 COST_FACTOR = 16
 """Memory that a decoded value may take, as a multiple of the limit of its encoded size."""
 
+COST_PER_BYTE = 64
+"""And as a multiple of its encoded size, which is smaller. A dict of short texts takes 50."""
+
 _LIST, _TUPLE, _SET, _FROZENSET, _BIG_INT, _COMPLEX, _EXTRA = range(1, 8)
 _COST_SLACK = 1 << 16
+_SMALL_COST = 1 << 20
 _SAFE_KEYS = (str, bytes, bool, type(None))
 
 _F64 = struct.Struct(">d")
@@ -71,6 +75,7 @@ def encode_plain(value: Any, extra: Extra | None = None, limit: int = MAX_PLAIN_
     """
     encoder = _Encoder(extra, limit)
     encoder.put(value)
+    encoder.cost += _size_bound(limit, len(encoder.out))
     encoder.check()
     return bytes(encoder.out)
 
@@ -100,6 +105,11 @@ def decode_plain(
     if decoder.at != len(data):
         raise IntegrityError("plain data does not end after one value")
     return value
+
+
+def _size_bound(limit: int, size: int) -> int:
+    """What ``size`` encoded bytes leave of the cost that ``limit`` permits, negative."""
+    return min(0, COST_PER_BYTE * size + _SMALL_COST - COST_FACTOR * limit)
 
 
 class _Budget:
@@ -311,6 +321,7 @@ class _Decoder(_Budget):
 
     def __init__(self, data: bytes, limit: int, extra: ExtraInverse | None) -> None:
         super().__init__(limit)
+        self.cost += _size_bound(limit, len(data))
         self.data = data
         self.at = 0
         self.make_extra = extra

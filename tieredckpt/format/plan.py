@@ -29,7 +29,13 @@ from tieredckpt.format.envelope import (
 from tieredckpt.format.manifest import check_unique
 from tieredckpt.format.plain import decode_plain, encode_plain
 from tieredckpt.format.plan_record import VERSION, open_plan, seal_plan
-from tieredckpt.format.segment import MAX_DIMS, MAX_ITEMS, Footer, structure_digest
+from tieredckpt.format.segment import (
+    MAX_DIMS,
+    MAX_ITEMS,
+    MAX_NAME_BYTES,
+    Footer,
+    structure_digest,
+)
 
 Column = npt.NDArray[np.int64]
 
@@ -426,6 +432,7 @@ def _check(plan: Plan) -> None:
 def _check_counts(plan: Plan) -> None:
     if len(plan.names) > MAX_NAMES or len(plan.structures) > MAX_SEGMENTS:
         raise ValueError(f"more than {MAX_NAMES} names or {MAX_SEGMENTS} segments")
+    _expect(max(map(len, plan.names), default=0) <= MAX_NAME_BYTES, "the length of a name")
     _expect(len(plan.properties) <= MAX_PROPERTIES, "the number of different properties")
     _expect(len(plan.is_bytes) == len(plan.names), "a kind per name")
     _expect(all(len(each) == DIGEST_BYTES for each in plan.structures), "a structure digest")

@@ -13,13 +13,23 @@ PLAN_LIMIT_BYTES = 512 << 20
 VERSION = 2
 """The newest; with a table of nested keys. Plans without one are version 1."""
 _MAGIC = b"TCKPPLAN"
+_RATIO_MAX, _SLACK_BYTES = 4096, 256 << 10
 
 
 def seal_plan(payload: bytes, version: int = 1) -> bytes:
     """``payload`` in its envelope, compressed. Raises ValueError if it is over the limit."""
     if len(payload) > PLAN_LIMIT_BYTES:
         raise ValueError(f"a plan of {len(payload)} bytes; the limit is {PLAN_LIMIT_BYTES}")
-    return seal_record(_MAGIC, version, payload, compress=True)
+    sealed = seal_record(_MAGIC, version, payload, compress=True)
+    fits = len(payload) <= _limit_bytes(sealed)
+    return sealed if fits else seal_record(_MAGIC, version, payload, compress=False)
+
+
+def _limit_bytes(data: bytes) -> int:
+    """Of the payload in the record ``data``. The plan of a state on 1024 ranks is compressed to a
+    1500th at most; a forged one to a 30,000th, and what is decoded from it is larger still.
+    """
+    return min(PLAN_LIMIT_BYTES, max(_SLACK_BYTES, _RATIO_MAX * len(data)))
 
 
 def open_plan(data: bytes) -> bytes:
@@ -29,7 +39,7 @@ def open_plan(data: bytes) -> bytes:
         IntegrityError: Damaged, truncated, oversized or no plan.
         FormatVersionError: Of a newer version.
     """
-    return open_record(data, _MAGIC, max_version=VERSION, limit_bytes=PLAN_LIMIT_BYTES)
+    return open_record(data, _MAGIC, max_version=VERSION, limit_bytes=_limit_bytes(data))
 
 
 def encoded_plan_id(data: bytes) -> str:

@@ -34,7 +34,7 @@ from tieredckpt.export.imports import _Folder, _save, _torch_file
 from tieredckpt.format.nested import nested_of
 
 ROUNDS = 100
-ROUNDS_NIGHTLY = 200_000
+ROUNDS_NIGHTLY = 50_000
 KINDS = (".metadata", "__0_0.distcp", "new.pt", "old.pt")
 STATE = {
     "w": torch.arange(12.0).reshape(4, 3),

@@ -16,11 +16,11 @@ from tieredckpt.agent.host import runtime
 from tieredckpt.agent.host.runtime import MEMORY_FILE_SYSTEMS
 from tieredckpt.cli import config as config_command
 from tieredckpt.cli.main import EXIT_CODES, cli, main
-from tieredckpt.cli.output import print_table, size
+from tieredckpt.cli.output import print_json, print_table, size
 from tieredckpt.cli.status import print_status
 from tieredckpt.config.reader import to_yaml
 from tieredckpt.config.schema import load_config
-from tieredckpt.errors import TieredCkptError
+from tieredckpt.errors import TieredCkptError, UsageError
 from tieredckpt.rpc.messages.agent import Health, NamespaceStatus, Status, TierStatus
 
 YAML = """\
@@ -393,6 +393,26 @@ def test_a_table_is_never_fitted(
     assert lines[1].split() == ["namespace", "state"]
     assert lines[2].split() == [name, state]
     assert lines[3].split() == ["[i]b", "y"]
+
+
+def test_a_terminal_obeys_no_text_of_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    key = "w\x1b[2J\n\x9b\u202eü"
+    print_table(None, [{"name": key}])
+    print_json(name=key)
+    table, given = capsys.readouterr().out.split("{")
+    assert table.splitlines()[1] == r"w\x1b[2J \x9b\u202eü"
+    assert json.loads("{" + given) == {"name": key}
+    assert "\x1b" not in given
+    assert "\x9b" not in given
+
+    def fail(**_: Any) -> None:
+        raise UsageError(f"there is no key {key}")
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert run(monkeypatch) == 2
+    assert capsys.readouterr().err == "error: there is no key w\\x1b[2J\n\\x9b\\u202eü\n"
 
 
 def tier_status(name: str, error: str | None) -> TierStatus:

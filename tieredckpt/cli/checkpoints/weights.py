@@ -177,7 +177,7 @@ def export(
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more
+    return one_line(", ".join(names[:NAMES_SHOWN])) + more
 
 
 @click.command(name="import")

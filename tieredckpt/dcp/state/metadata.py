@@ -266,7 +266,7 @@ def _plain_extras(extras: dict[Any, Any]) -> bytes:
 def _unplain(data: bytes) -> Any:
     try:
         return decode_plain(data, MAX_PLAIN_BYTES, _from_tagged)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise IntegrityError(f"the plan holds a value that cannot be rebuilt: {error}") from error
 
 
@@ -371,8 +371,11 @@ def _put_extras(metadata: Metadata, extras: Any) -> None:
             if len(path) > 1:
                 part = part.properties if path[1] == "properties" else part.chunks[path[1]]
         except (LookupError, TypeError, AttributeError) as error:
-            raise IntegrityError(f"the plan has extra attributes for {path!r}") from error
-        vars(part).update(_string_keys(attributes))
+            raise IntegrityError(f"the plan has extra attributes for {path!r:.200}") from error
+        # What was checked stays as it is.
+        if not _KNOWN_FIELDS.get(type(part), _METADATA_FIELDS).isdisjoint(_string_keys(attributes)):
+            raise IntegrityError(f"an extra attribute of {path!r:.200} has the name of another one")
+        vars(part).update(attributes)
 
 
 def _string_keys(attributes: Any) -> dict[str, Any]:
