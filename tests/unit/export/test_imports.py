@@ -130,10 +130,17 @@ def test_forged_metadata_takes_no_memory(tmp_path: Path, what: str):
     assert peak_of(_Folder, tmp_path) < 1 << 20
 
 
+def test_metadata_with_a_key_of_itself_is_refused(tmp_path: Path):
+    whole = pickle.dumps(Metadata({}, storage_data={MetadataIndex("w"): 0}))
+    (tmp_path / ".metadata").write_bytes(whole.replace(b"\x8c\x01w", b"h\x0c"))  # of the memo
+    with pytest.raises(IntegrityError, match="a key that no writer makes"):
+        _Folder(tmp_path)
+
+
 def compressed() -> bytes:
-    """The archive of a tensor of zeros, deflated."""
+    """The archive of a long text, deflated."""
     plain, small = io.BytesIO(), io.BytesIO()
-    torch.save({"w": torch.zeros(1 << 22)}, plain)
+    torch.save({"w": "x" * (4 << 20)}, plain)
     with (
         zipfile.ZipFile(plain) as whole,
         zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as packed,

@@ -187,11 +187,11 @@ class _Interpreter:
         # A tuple of tuples is hashed recursively, and a deep one ends the process.
         parts = [key]
         for part in parts:
-            if isinstance(part, tuple | frozenset):
-                need(len(parts) + len(part) <= _KEY_PARTS_MAX, "a key")
-                parts.extend(part)
-            elif hasattr(part, "__dict__"):  # of a type that is allowed
-                parts.extend(vars(part).values())
+            # Of a type that is allowed, its attributes are hashed.
+            nested = isinstance(part, tuple | frozenset)
+            inner = part if nested else getattr(part, "__dict__", {}).values()
+            need(len(parts) + len(inner) <= _KEY_PARTS_MAX, "a key")
+            parts.extend(inner)
 
     # --- operations ------------------------------------------------------------------------------
 
