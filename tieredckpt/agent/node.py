@@ -85,7 +85,11 @@ class Node:
             folder.mkdir(mode=0o700, exist_ok=True)
         self._pool = SlotPool(runtime.slots, clock=clock)
         self._listeners = Listeners(
-            runtime, host_id, self, lambda session_id: self._registry.is_live(session_id)
+            runtime,
+            host_id,
+            self,
+            is_live=lambda session_id: self._registry.is_live(session_id),
+            in_use=lambda namespace: self._registry.num_sessions(namespace) > 0,
         )
         self._registry = Registry(
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock

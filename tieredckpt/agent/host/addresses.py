@@ -1,13 +1,17 @@
 """This host's network addresses: which of them serve other hosts.
 
-Standard library only: IPv4 by the kernel's SIOCGIFCONF, IPv6 from /proc/net/if_inet6.
+Standard library only: IPv4 by the kernel's SIOCGIFCONF, IPv6 from /proc/net/if_inet6, and which
+process has a port from /proc/net/tcp.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
+import glob
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -23,6 +27,8 @@ _IFREQ_BYTES = 40
 _INTERFACES_BYTES = _IFREQ_BYTES * 1024
 _IF_INET6 = Path("/proc/net/if_inet6")
 _LINK_SCOPE = 0x20
+_TCP = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENING = "0A"
 _ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses reserved for documentation: the default route leads there, and nothing is sent."""
 
@@ -133,3 +139,19 @@ def split_port(text: str) -> tuple[str, int]:
     if not sep or not host or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
         raise ValueError(f"{text[:200]!r} is not HOST:PORT")
     return host, int(port)
+
+
+def process_listening(port: int) -> int | None:
+    """The process that listens on TCP ``port``; None: unknown, as another user's is."""
+    sockets = set()
+    for table in _TCP:
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for line in table.read_text("ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for link in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(link) in sockets:
+                return int(link.split("/")[2])
+    return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -18,7 +19,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tieredckpt.agent.host.addresses import choose_addresses, split_port, with_port
+from tieredckpt.agent.host.addresses import (
+    choose_addresses,
+    process_listening,
+    split_port,
+    with_port,
+)
 from tieredckpt.agent.host.runtime import RuntimeDir, boot_id, incarnation, write_private
 from tieredckpt.errors import (
     AgentError,
@@ -82,6 +88,7 @@ class Listeners:
         host_id: This host.
         api: What requests are calls of.
         is_live: Whether a session's process still holds its lease.
+        in_use: Whether a namespace has sessions.
     """
 
     def __init__(
@@ -90,13 +97,15 @@ class Listeners:
         host_id: str,
         api: PeerApi,
         is_live: Callable[[str], bool],
+        in_use: Callable[[str], bool],
     ) -> None:
         self._runtime = runtime
         self._host_id = host_id
         self._api = api
         self._is_live = is_live
+        self._in_use = in_use
         # Taken before the node's lock (is_live takes that), never while it is held.
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._served: dict[str, _Served] = {}
         self._open: dict[tuple[object, ...], _Open] = {}
 
@@ -155,7 +164,12 @@ class Listeners:
                 self._check_alone(namespace, old, request.session_id)
             # Who comes again (a restarted job) finds the ports where they were.
             before = old.entry.addresses if old is not None else ()
-            return self._serve(namespace, settings, {request.session_id}, before).entry
+            try:
+                return self._serve(namespace, settings, {request.session_id}, before).entry
+            except TieredCkptError:
+                self._served.pop(namespace, None)
+                self.restore(namespace)  # as before: its ports were closed for the new ones
+                raise
 
     def _check_alone(self, namespace: str, old: _Served, session_id: str) -> None:
         old.sessions = {each for each in old.sessions if self._is_live(each)}
@@ -207,6 +221,7 @@ class Listeners:
     ) -> _Served:
         opened = self._open.get(_network(settings))
         if opened is None:
+            self._make_way(namespace, settings)
             opened = self._open_server(settings, before)
         self._runtime.peers.mkdir(mode=0o700, exist_ok=True)
         served = _Served(
@@ -228,6 +243,21 @@ class Listeners:
         log.info("namespace %s is served at %s", namespace, ", ".join(opened.addresses))
         return served
 
+    def _make_way(self, namespace: str, settings: m.Listen) -> None:
+        """Close what may have the ports of ``settings``: servers of this namespace alone, and of
+        others with that port that no process has open.
+        """
+        for name, each in list(self._served.items()):
+            same_port = each.settings.port == settings.port != 0
+            if name != namespace and same_port and not self._in_use(name):
+                log.warning(
+                    "namespace %s is not served to other hosts until a trainer asks for it: "
+                    "namespace %s has other network settings for port %d",
+                    name, namespace, settings.port,
+                )  # fmt: skip
+                del self._served[name]
+        self._close_unused(leaving=namespace)
+
     def _open_server(self, settings: m.Listen, before: tuple[str, ...]) -> _Open:
         chosen = choose_addresses(settings.interfaces, settings.cidrs)
         for address in chosen:
@@ -239,7 +269,7 @@ class Listeners:
         with contextlib.ExitStack() as unused:
             sockets = []
             for address in chosen:
-                sockets.append(_bind(address, settings.port, ports.get(address, 0)))
+                sockets.append(self._bind(address, settings.port, ports.get(address, 0)))
                 unused.callback(sockets[-1].close)
             server = PeerServer(self._api, sockets, tls=settings.tls)
             addresses = tuple(with_port(*sock.getsockname()[:2]) for sock in sockets)
@@ -247,17 +277,29 @@ class Listeners:
             unused.pop_all()  # the server's now
         return _Open(server, addresses)
 
-    def _close_unused(self) -> None:
-        used = {_network(each.settings) for each in self._served.values()}
+    def _close_unused(self, *, leaving: str = "") -> None:
+        """Close what no namespace is served by; ``leaving``: this one does not count."""
+        used = {_network(each.settings) for n, each in self._served.items() if n != leaving}
         for key in [key for key in self._open if key not in used]:
             self._open.pop(key).server.stop()
 
+    def _bind(self, address: str, port: int, before: int) -> socket.socket:
+        """A listening socket at ``port``; if that is 0 at the port of before, or at any free one.
 
-def _bind(address: str, port: int, before: int) -> socket.socket:
-    """A listening socket at ``port``; if that is 0 at the port of before, or at any free one."""
-    if not port and before:
+        Raises AgentError, which names the process that has the port, where /proc shows it.
+        """
+        if not port and before:
+            try:
+                return listen_tcp(address, before)
+            except AgentError as error:
+                log.warning("not at the port of before: %s", error)
         try:
-            return listen_tcp(address, before)
+            return listen_tcp(address, port)
         except AgentError as error:
-            log.warning("not at the port of before: %s", error)
-    return listen_tcp(address, port)
+            pid = process_listening(port)
+            if pid is None:
+                raise
+            names = sorted(n for n, each in self._served.items() if each.settings.port == port)
+            own = f"this agent serves namespace {', '.join(names)} there with other settings"
+            text = own if pid == os.getpid() else f"process {pid} listens there"
+            raise AgentError(f"{error.message}; {text}", outcome="not_applied") from error
