@@ -42,7 +42,7 @@ class Lag:
     """
 
     steps: int | None
-    """Where the tier holds none, from the oldest one that waits for it; None: none does either."""
+    """Where the tier holds none, from the earliest that waits for it or missed it; None: none."""
     seconds: float | None
     """Between their saves, likewise."""
     bytes: int
@@ -55,6 +55,8 @@ def lag_of(
     waiting: Iterable[Manifest],
     attempts: Iterable[AttemptRecord],
     own: Callable[[Manifest], Iterable[SegmentRef]],
+    *,
+    missed: Iterable[Manifest] = (),
 ) -> Lag:
     """The lag of one tier.
 
@@ -65,9 +67,10 @@ def lag_of(
         attempts: All that are known.
         own: The segments of a checkpoint that this host copies. Not those that name it: it may have
             had another name, or another memory, when it wrote them.
+        missed: What was to go there and never will: given up, or deleted from memory before.
     """
     heads, held, waiting = tuple(heads), tuple(held), tuple(waiting)
-    attempts = tuple(attempts)
+    attempts, missed = tuple(attempts), tuple(missed)
     in_tier = {manifest.save_id for manifest in held}
     steps: list[int] = []
     seconds: list[float] = []
@@ -75,8 +78,8 @@ def lag_of(
         line = candidates((*held, *heads), attempts, newest.stream)
         here = next((each for each in line if each.save_id in in_tier), None)
         if here is None:
-            others = (each for each in waiting if each.stream == newest.stream)
-            here = min(others, key=lambda each: (each.attempt.number, each.seq), default=None)
+            others = (each for each in (*missed, *waiting) if each.stream == newest.stream)
+            here = min(others, key=lambda each: each.step, default=None)
         if here is not None:
             steps.append(max(0, newest.step - here.step))
             seconds.append(max(0.0, newest.created_at_s - here.created_at_s))

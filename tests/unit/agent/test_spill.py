@@ -21,6 +21,7 @@ from tieredckpt.agent.tiers import place, scanner
 from tieredckpt.agent.tiers import worker as worker_module
 from tieredckpt.agent.tiers.worker import TierWorker
 from tieredckpt.config.tiers import Keep
+from tieredckpt.config.units import Every
 from tieredckpt.errors import CapacityError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, decode_attempt
 from tieredckpt.format.plan_record import encoded_plan_id
@@ -118,6 +119,7 @@ def test_what_memory_has_no_room_for_is_given_up_the_oldest_first(host: Host, di
     saves = [trainer.save(step, tiers=("disk",)) for step in range(1, 7)]
     (told,) = host.node.status().namespaces[0].tiers
     assert (told.queued, told.dropped_total, told.memory_full) == (3, 3, True)
+    assert told.lag_steps == 5  # from the first one, which it never had
     assert told.lag_bytes == 3 * trainer.segment_bytes
     assert [level(trainer, each.save_id) for each in saves[:3]] == ["superseded"] * 3
     assert "was shed" in trainer.client.progress(saves[2].save_id).errors["disk"]
@@ -128,6 +130,34 @@ def test_what_memory_has_no_room_for_is_given_up_the_oldest_first(host: Host, di
     # All three go there in turn; the tier keeps two, memory too.
     wait_until(lambda: level(trainer, saves[5].save_id) == "done")
     wait_until(lambda: steps(trainer, "disk") == [5, 6])
+
+
+def test_the_lag_of_a_broken_tier_counts_from_what_it_had_whatever_was_dropped(
+    host: Host, disk: Path
+):
+    spec = spec_of(tiers={"disk": disk})
+    tier = msgspec.structs.replace(spec.tiers[0], lag_alarm=Every(steps=12))
+    trainer = host.trainer(msgspec.structs.replace(spec, tiers=(tier,)))
+
+    def told(step: int) -> m.TierStatus:
+        trainer.save(step, tiers=("disk",))
+        return host.node.status().namespaces[0].tiers[0]
+
+    told(5)
+    wait_until(worker(host).is_idle)
+    shutil.rmtree(disk)
+    disk.write_text("in the way")
+    lags = [(found.lag_steps, found.alarm) for found in map(told, range(10, 40, 5))]
+    assert lags == [(step, step >= 12) for step in range(5, 35, 5)]
+    wait_until(lambda: worker(host).catalog is None)
+    found = told(40)
+    assert (found.newest_step, found.lag_steps, found.available) == (5, 35, False)
+    assert found.dropped_total > 2
+    disk.unlink()
+    wait_until(lambda: worker(host).catalog is not None and worker(host).is_idle())
+    found = told(41)
+    assert found.available
+    assert (found.lag_steps or 0) <= 1
 
 
 def test_nothing_is_given_up_without_need_and_the_newest_never(host: Host, disk: Path):

@@ -22,7 +22,7 @@ from tieredckpt.agent.namespace import Namespace
 from tieredckpt.agent.tiers import worker as worker_module
 from tieredckpt.agent.tiers.place import TierPlace
 from tieredckpt.agent.tiers.worker import TOLD_AFTER_S, UNREAD_AFTER_S, TierWorker
-from tieredckpt.dcp.job.tier_alerts import AGAIN_S, QUIET_S, TierAlerts
+from tieredckpt.dcp.job.tier_alerts import AGAIN_S, NEXT_S, QUIET_S, TierAlerts
 from tieredckpt.engine import Engine
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.rpc.messages.agent import AskTroubles, TierTrouble
@@ -82,6 +82,22 @@ def test_what_is_there_at_every_other_save_is_told_once(caplog: pytest.LogCaptur
     assert found == ["tier s3: too slow"] * 2  # and once more after AGAIN_S
 
 
+def test_each_outage_is_told_and_not_only_the_first(caplog: pytest.LogCaptureFixture):
+    now_s = 1000.0
+    alerts = TierAlerts(lambda: now_s)
+    for began_s in (1000.0, 1060.0, 1080.0, 1100.0):  # the later two within a minute of one told
+        now_s = began_s
+        for _ in range(10):
+            alerts.log({"s3": TierTrouble(kind="failing", text=f"{began_s}", since_s=began_s)})
+            now_s += 1
+        alerts.log({})  # it has healed
+    found = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert found == ["tier s3: 1000.0", "tier s3: 1060.0"]
+    now_s = 1060.0 + NEXT_S
+    alerts.log({"s3": TierTrouble(kind="failing", text="it lasts", since_s=1100.0)})
+    assert caplog.records[-1].getMessage() == "tier s3: it lasts"
+
+
 def namespace_of(host: Host) -> Namespace:
     return host.node._registry.namespace("run")
 
@@ -110,6 +126,7 @@ def test_only_a_failure_that_lasts_is_told_and_until_something_was_copied(
     (trouble,) = told(host, trainer, 3).values()
     assert trouble.kind == "failing"
     assert str(disk) in trouble.text
+    assert 0 < trouble.since_s <= now_s
     disk.unlink()
     wait_until(lambda: worker.is_idle())
     assert told(host, trainer, 4) == {}

@@ -54,6 +54,8 @@ def test_an_empty_tier_is_behind_since_the_oldest_that_waits():
     assert (found.steps, found.seconds) == (6, 60.0)
     assert lag_alarm(found, steps=6, seconds=None)  # it has never worked: none else would say so
     assert lag([saved(9)], [saved(8, stream="other")], []).steps is None
+    found = lag_of([saved(9)], [], [saved(9)], (), lambda each: (), missed=[saved(3), saved(5)])
+    assert (found.steps, found.seconds) == (6, 60.0)  # whatever became of them
     assert lag([], [saved(1)], []) == Lag(steps=None, seconds=None, bytes=0)
 
 

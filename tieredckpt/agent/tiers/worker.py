@@ -104,6 +104,10 @@ class TierWorker:
         self._active: Manifest | None = None
         self._history: dict[str, Outcome] = {}
         """By save id, of the last :data:`HISTORY_MAX` checkpoints: what became of them here."""
+        self._held: tuple[Manifest, ...] = ()
+        """What the tier held when it was read last, as far as it held anything."""
+        self._missed: dict[str, Manifest] = {}
+        """By stream, the earliest that did not get there since another one did."""
         self._retaining = False
         self._stopping = False
         self._pressed = False
@@ -177,11 +181,13 @@ class TierWorker:
         with self._cond:
             catalog, active = self._catalog, self._active
             queued, error, awaited = self._queue.manifests(), self.why(), len(self._awaited())
-        manifests = catalog.manifests() if catalog is not None else ()
+            known, missed = self._held, tuple(self._missed.values())
+        manifests = catalog.manifests() if catalog is not None else known
         moving = [*queued, active] if active is not None else queued
         spec = self.spec
         limit = spec.lag_alarm or Every()
-        lag = lag_of(heads, manifests, moving, attempts, self._host.own_segments)
+        own = self._host.own_segments
+        lag = lag_of(heads, manifests or known, moving, attempts, own, missed=missed)
         return TierStatus(
             name=spec.name,
             url=spec.url,
@@ -285,7 +291,7 @@ class TierWorker:
                     f"it has failed for {self._clock() - first_s:.0f} s and is retried; training "
                     f"and the other tiers continue: {error}"
                 )
-                return TierTrouble(kind="failing", text=text)
+                return TierTrouble(kind="failing", text=text, since_s=first_s)
         if pressed and count:
             text = f"{why}, {count} wait and there is no space for more; "
             return TierTrouble(kind="full", text=text + WHEN_FULL[self.spec.on_pressure])
@@ -312,6 +318,11 @@ class TierWorker:
 
     def _note(self, manifest: Manifest, outcome: Outcome) -> None:
         """``manifest`` came to ``outcome``. The lock is held."""
+        if outcome.level == "done":
+            self._missed.pop(manifest.stream, None)
+        else:
+            earliest = self._missed.get(manifest.stream, manifest)
+            self._missed[manifest.stream] = min(earliest, manifest, key=lambda each: each.step)
         self._history.pop(manifest.save_id, None)
         self._history[manifest.save_id] = outcome
         while len(self._history) > HISTORY_MAX:
@@ -539,6 +550,8 @@ class TierWorker:
         if not self._place.is_gone():
             return False
         with self._cond:
+            if self._catalog is not None:
+                self._held = self._catalog.manifests() or self._held
             self._catalog = None
         return True
 

@@ -23,6 +23,9 @@ ASK_S = 5.0
 """Longest wait for an answer."""
 AGAIN_S = 600.0
 """An alert that lasts is logged again after this time."""
+NEXT_S = 60.0
+"""And another outage of the same tier after this time, so that one that comes and goes does not
+fill the log."""
 QUIET_S = 120.0
 """An alert that returns sooner was not over: a tier almost keeps up, an agent was restarted."""
 _OVER = {"failing": "it works again", "full": "it keeps up again"}
@@ -42,6 +45,8 @@ class TierAlerts:
         self._lock = threading.Lock()
         self._logged_s: dict[tuple[str, str], float] = {}
         """By tier and kind, when it was logged."""
+        self._since_s: dict[tuple[str, str], float] = {}
+        """Of which outage, by when it began."""
         self._reported_s: dict[tuple[str, str], float] = {}
         """When the agent reported it last."""
 
@@ -52,8 +57,10 @@ class TierAlerts:
             for tier, alert in reported.items():
                 key = (tier, alert.kind)
                 self._reported_s[key] = now_s
-                if key not in self._logged_s or now_s - self._logged_s[key] >= AGAIN_S:
-                    self._logged_s[key] = now_s
+                is_same = alert.since_s in (0.0, self._since_s.get(key))
+                again_s = AGAIN_S if is_same else NEXT_S
+                if key not in self._logged_s or now_s - self._logged_s[key] >= again_s:
+                    self._logged_s[key], self._since_s[key] = now_s, alert.since_s
                     log.warning("tier %s: %s", tier, alert.text)
             for tier, kind in [k for k in self._logged_s if now_s - self._reported_s[k] >= QUIET_S]:
                 del self._logged_s[tier, kind], self._reported_s[tier, kind]

@@ -12,6 +12,8 @@ class TierTrouble(Message, frozen=True):
 
     kind: Literal["failing", "full"]
     text: str
+    since_s: float = 0.0
+    """When this outage began, by the agent's clock; 0: not known."""
 
 
 class Troubles(Message, frozen=True):
