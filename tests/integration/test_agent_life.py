@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import pytest
 from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of, wait_until
 from tests.support.preloaded import context
 from tieredckpt.agent.host import launch, runtime
+from tieredckpt.agent.host.attach import attach
 from tieredckpt.agent.host.launch import find_or_start
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id, what_it_survives
+from tieredckpt.config.schema import load_config
 from tieredckpt.dcp.slots.slot_ring import SlotRing
 from tieredckpt.errors import AgentError
 from tieredckpt.rpc import agent_client
@@ -110,6 +113,34 @@ def test_a_stale_socket_of_a_killed_agent_is_no_obstacle(runtime_dir: Path):
         find_or_start(runtime_dir, start="never")
     find_or_start(runtime_dir, start_timeout_s=60)
     assert agent_pid(runtime_dir) != agent.pid
+
+
+def test_a_save_waits_for_a_service_that_starts_again_and_is_then_told_of_skipped_ones(
+    runtime_dir: Path,
+):
+    settings = {
+        "namespace": "run", "memory": {"capacity": "256MiB", "wait": "60s"},
+        "agent": {"start": "never", "runtime_dir": str(runtime_dir)},
+    }  # fmt: skip
+    config = load_config(settings, {})
+    with pytest.raises(AgentError, match=r"waited 0 s"):  # nothing to wait for: no save
+        attach(config, "run", runtime_dir)
+    service = AgentProcess(runtime_dir)
+    client, _ = attach(config, "run", runtime_dir)
+    with client, ThreadPoolExecutor(1) as pool:
+        client.save_failed((), 2)
+        client.report_skipped(6)  # four more, for which no agent answered
+        service.kill()
+        asked = pool.submit(client.reserve, 1 << 20)
+        with AgentProcess(runtime_dir) as service:
+            assert asked.result(60).ticket
+            assert client.status().namespaces[0].skipped_saves == 6
+            client.report_skipped(7)  # by the same agent, which hung
+            client.peers()
+            assert client.status().namespaces[0].skipped_saves == 7
+            service.kill()
+            with pytest.raises(AgentError):  # what only looks does not wait
+                client.call(messages.AskTroubles(), within_s=5.0, revive=False)
 
 
 @pytest.mark.full

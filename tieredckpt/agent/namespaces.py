@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class Registry:
         self._clock, self._began_s = clock, clock()
         self._ended_s: dict[str, float] = {}
         """By namespace, when its last session ended; at most one for each that is known."""
+        self.skipped_saves: Counter[str] = Counter()
+        """By namespace, as sessions have reported them, also those that ended."""
         self.ledger = SlotLedger(pool, tickets, lock, self._sessions, clock=clock)
 
     # --- adopting ---------------------------------------------------------------------------------
@@ -276,6 +279,7 @@ class Registry:
                     )
                 del self._namespaces[name]
                 self._ended_s.pop(name, None)
+                self.skipped_saves.pop(name, None)
             found.stop()
             found.across.forget()
             with self._lock:
@@ -300,11 +304,12 @@ class Registry:
                 return None
             return self._clock() - self._ended_s.get(namespace, self._began_s)
 
-    def skipped_saves(self, namespace: str) -> int:
-        """Saves that the live sessions of a namespace say were skipped."""
+    def count_skipped(self, session: Session, skipped: int) -> None:
+        """A session has skipped so many saves since its process opened it."""
         with self._lock:
-            sessions = [s for s in self._sessions.values() if s.namespace == namespace]
-            return sum(session.skipped_saves for session in sessions)
+            more = max(0, skipped - session.skipped_saves)
+            session.skipped_saves += more
+            self.skipped_saves[session.namespace] += more
 
     def namespaces(self) -> list[Namespace]:
         """All namespaces."""

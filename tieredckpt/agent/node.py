@@ -307,8 +307,7 @@ class Node:
     def save_failed(self, namespace: str, request: m.SaveFailed) -> None:
         """See :class:`tieredckpt.rpc.messages.agent.SaveFailed`."""
         session, found, _ = self._registry.session(request.session_id, namespace)
-        with self._lock:
-            session.skipped_saves = max(session.skipped_saves, request.skipped)
+        self._registry.count_skipped(session, request.skipped)
         found.give_up(request.segments)
         self._ledger.fulfil(namespace)
 
@@ -533,7 +532,7 @@ class Node:
             checkpoints=len(namespace.catalog.manifests()),
             newest_step=newest.step if newest is not None else None,
             attempt=newest.attempt.number if newest is not None else 0,
-            skipped_saves=self._registry.skipped_saves(namespace.name),
+            skipped_saves=self._registry.skipped_saves[namespace.name],
             tiers=status_module.tier_statuses(namespace),
             peers=namespace.peers.states(),
             replication=namespace.replication.status(newest.step if newest is not None else None),

@@ -121,8 +121,8 @@ class AgentClient:
         self._pid = os.getpid()
         self._session_lock = threading.RLock()
         self._session: m.OpenSession | None = None
-        self._setup: dict[str, m.Listen | m.SetPeers] = {}
-        """By verb, the requests that describe the job's hosts. A new agent needs them, too."""
+        self._setup: dict[str, m.Listen | m.SetPeers | m.SaveFailed] = {}
+        """By verb, what a new agent needs, too: the job's hosts, how many saves were skipped."""
         self._setup_pending = False
         """Whether an agent may have reopened the session without having received all of these."""
         self._lease_fd: int | None = None
@@ -203,10 +203,12 @@ class AgentClient:
             raise UsageError("no session is open: call open_session first")
         return self._session
 
-    def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
+    def _open(
+        self, request: m.OpenSession, until_s: float, *, revive: bool = True
+    ) -> m.SessionOpened:
         # The agent may die between the reply and the ticket: then both are repeated.
         for attempt in range(ATTEMPTS_MAX):
-            body = self._request("POST", "/v1/sessions", request.encode(), until_s)
+            body = self._request("POST", "/v1/sessions", request.encode(), until_s, revive=revive)
             opened = _decoded(body, m.SessionOpened)
             if not opened.lease_ticket:
                 return opened
@@ -295,10 +297,19 @@ class AgentClient:
 
         ``skipped``: saves that this process has skipped so far.
         """
+        self.report_skipped(skipped, pending=self._setup_pending)
         request = m.SaveFailed(
             session_id=self.session_id, segments=tuple(segments), skipped=skipped
         )
         self.call(request)
+
+    def report_skipped(self, skipped: int, *, pending: bool = True) -> None:
+        """Report with the next request that so many saves were skipped; ``pending``: not only to
+        a new agent.
+        """
+        if skipped:
+            request = m.SaveFailed(session_id=self.session_id, segments=(), skipped=skipped)
+            self._setup[request.verb()], self._setup_pending = request, pending
 
     def poll_save(
         self,
@@ -512,7 +523,7 @@ class AgentClient:
         for attempt in range(ATTEMPTS_MAX + 1):
             try:
                 if attempt or self._setup_pending:  # a new agent does not know the session
-                    self._open_again(until_s)
+                    self._open_again(until_s, revive=revive)
                 return self._request(
                     method, path, body, until_s, revive=revive, session_id=session_id
                 )
@@ -525,12 +536,13 @@ class AgentClient:
             outcome="unknown",
         )
 
-    def _open_again(self, until_s: float) -> None:
+    def _open_again(self, until_s: float, *, revive: bool) -> None:
         with self._session_lock:
             self._setup_pending = True
-            self._open(self._opened(), until_s)
+            self._open(self._opened(), until_s, revive=revive)
             for verb, request in list(self._setup.items()):
-                self._request("POST", self._path_of(verb, None), request.encode(), until_s)
+                path, body = self._path_of(verb, None), request.encode()
+                self._request("POST", path, body, until_s, revive=revive)
             self._setup_pending = False
 
     def _request(

@@ -1012,6 +1012,27 @@ def test_status_counts(host: Host, tmp_path: Path):
     assert (disk.available, disk.checkpoints, disk.newest_step, disk.lag_steps) == (True, 1, 7, 0)
 
 
+def test_skipped_saves_are_counted_as_a_counter_is(host: Host):
+    """Also those of a session that ends; a session reports all of its own each time."""
+
+    def skipped() -> int:
+        return host.node.status().namespaces[0].skipped_saves
+
+    for count in (2, 5):
+        trainer = host.trainer()
+        for so_far in (1, count, count):
+            request = m.SaveFailed(
+                session_id=trainer.client.session_id, segments=(), skipped=so_far
+            )
+            trainer.client.request(request)
+        trainer.client.drop_lease()
+        host.node.reap()
+    assert skipped() == 7
+    host.node.purge("run")
+    host.trainer()
+    assert skipped() == 0
+
+
 def reported(call: Callable[[], object]) -> str:
     with pytest.raises(NotFoundError) as caught:
         call()

@@ -35,20 +35,22 @@ def attach(
 ) -> tuple[AgentClient, SessionOpened]:
     """A client with an open session, and the agent's reply.
 
-    The client starts the agent again if it ends; ``deadline_s``: of each request, by default
-    ``save.timeout``. Raises as :func:`find_or_start` and :meth:`AgentClient.open_session`.
+    The client starts the agent again if it ends, or, where it may not, waits ``memory.wait`` for
+    one, as for a slot. ``deadline_s``: of each request, by default ``save.timeout``. Raises as
+    :func:`find_or_start` and :meth:`AgentClient.open_session`.
     """
 
-    def start() -> Path:
+    def start(wait_s: float = config.memory.wait_s) -> Path:
         return find_or_start(
             runtime_dir,
             start=config.agent.start,
             start_timeout_s=config.agent.start_timeout_s,
             idle_timeout_s=config.agent.idle_timeout_s,
             log_level=config.agent.log_level,
+            wait_s=wait_s,
         )
 
-    runtime_dir = start()
+    runtime_dir = start(wait_s=0.0)
     limit_s = config.save.timeout_s if deadline_s is None else deadline_s
     client = AgentClient(runtime_dir, deadline_s=limit_s, revive=start)
     with contextlib.ExitStack() as on_failure:

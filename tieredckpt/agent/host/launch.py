@@ -38,10 +38,14 @@ def find_or_start(
     start_timeout_s: float = 60.0,
     idle_timeout_s: float | None = None,
     log_level: str = "info",
+    wait_s: float = 0.0,
 ) -> Path:
     """The runtime folder in which an agent of our API answers; starts a detached one if none does.
 
     Safe to call from many processes at once: exactly one agent results.
+
+    Args:
+        wait_s: How long one is waited for where none runs and ``start`` is "never".
 
     Raises:
         AgentError: None runs and ``start`` is "never"; the folder cannot be used; an agent of
@@ -52,12 +56,9 @@ def find_or_start(
     until_s = time.monotonic() + start_timeout_s
     if _answers(runtime):
         return runtime.path
-    if start == "never" and not is_agent_running(runtime):
-        raise AgentError(
-            f"no agent runs in {runtime.path} and agent.start is never: start one with "
-            f"`tieredckpt agent run --runtime-dir {runtime.path}`, or set agent.start: auto",
-            outcome="not_applied",
-        )
+    if start == "never":
+        _await(runtime, start_timeout_s, wait_s)
+        return runtime.path
     with _launch_lock(runtime, until_s):
         if _answers(runtime):
             return runtime.path
@@ -65,13 +66,32 @@ def find_or_start(
         # loses its sockets before its lock: whether one runs is asked again in each round.
         while not _answers(runtime):
             running = is_agent_running(runtime)
-            if time.monotonic() > until_s or (start == "never" and not running):
+            if time.monotonic() > until_s:
                 raise _failed(runtime, f"did not answer within {start_timeout_s:g} s", None)
-            if start == "auto" and not running:
+            if not running:
                 _spawn(runtime, until_s, idle_timeout_s=idle_timeout_s, log_level=log_level)
             else:
                 time.sleep(_POLL_S)
     return runtime.path
+
+
+def _await(runtime: RuntimeDir, start_timeout_s: float, wait_s: float) -> None:
+    """Until an agent answers that a service manager starts. Raises as :func:`find_or_start`."""
+    began_s = gone_s = time.monotonic()
+    while not _answers(runtime):
+        now_s = time.monotonic()
+        if is_agent_running(runtime):  # it stops or starts
+            gone_s = now_s
+            if now_s - began_s > start_timeout_s + wait_s:
+                raise _failed(runtime, f"did not answer within {start_timeout_s:g} s", None)
+        elif now_s - gone_s >= wait_s:
+            raise AgentError(
+                f"no agent runs in {runtime.path} and agent.start is never (waited {wait_s:g} s, "
+                "memory.wait): start one with `tieredckpt agent run --runtime-dir "
+                f"{runtime.path}`, or set agent.start: auto",
+                outcome="not_applied",
+            )
+        time.sleep(_POLL_S)
 
 
 def _other_version(which: str) -> AgentError:

@@ -179,10 +179,11 @@ def free_segments(
     """Report a failed save to the agent: its sealed segments are free, and it is counted.
 
     Optional, since the next reservation of each rank frees the same. So an agent that is itself the
-    cause is not asked, which would cost its deadline once more, and segments that may be in a
-    checkpoint are not freed.
+    cause is not asked, which would cost its deadline once more: it is sent the count with the next
+    request. And segments that may be in a checkpoint are not freed.
     """
     if any(isinstance(each.error, AgentError) or each.is_unknown for each in refusals):
+        client.report_skipped(skipped)
         return
     try:
         client.save_failed(segments, skipped)

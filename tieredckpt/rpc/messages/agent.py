@@ -46,7 +46,7 @@ from tieredckpt.rpc.messages.no_collectives import (
 )
 from tieredckpt.rpc.messages.tiers import AskTroubles, HandCredentials, TierTrouble, Troubles
 
-API_VERSION = 9
+API_VERSION = 10
 """Raised with every incompatible change; client and agent must agree exactly."""
 
 WAIT_S_MAX = 3600.0
@@ -648,7 +648,8 @@ class NamespaceStatus(Message, frozen=True):
     newest_step: int | None
     attempt: int
     skipped_saves: int
-    """Saves without a checkpoint that the live sessions reported (see `save.on_error`)."""
+    """Saves without a checkpoint (see `save.on_error`) that sessions have reported to this agent:
+    it only grows."""
     tiers: tuple[TierStatus, ...]
     peers: tuple[PeerState, ...] = ()
     replication: ReplicationStatus | None = None
