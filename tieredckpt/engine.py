@@ -94,6 +94,8 @@ class Engine:
             ConfigError: The configuration is wrong or cannot work here (no installed package
                 supports a scheme; a profile or a file is missing); the message names the key.
             AgentError: The agent cannot be started or used; the message gives the remedy.
+            NamespaceInUseError: A live process has another configuration of this namespace, or
+                another job saves into it on this host (key ``take_over``).
             UsageError: The group does not include all ranks, or they have different namespaces. Or
                 ``credentials`` supplies none, or no tier uses them. Or the launcher started several
                 ranks (``WORLD_SIZE``) without a process group.

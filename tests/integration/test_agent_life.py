@@ -123,7 +123,7 @@ def test_a_save_waits_for_a_service_that_starts_again_and_is_then_told_of_skippe
         "agent": {"start": "never", "runtime_dir": str(runtime_dir)},
     }  # fmt: skip
     config = load_config(settings, {})
-    with pytest.raises(AgentError, match=r"waited 0 s"):  # nothing to wait for: no save
+    with pytest.raises(AgentError, match=r"after 0 s and agent.start is never"):  # no save
         attach(config, "run", runtime_dir)
     service = AgentProcess(runtime_dir)
     client, _ = attach(config, "run", runtime_dir)

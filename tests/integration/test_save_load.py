@@ -32,6 +32,7 @@ from tests.support.states import (
     save,
     slot_of,
 )
+from tieredckpt.dcp import open as open_module
 from tieredckpt.dcp.slots import slot_ring
 from tieredckpt.dcp.state import items
 from tieredckpt.dcp.state.per_rank import per_rank
@@ -41,6 +42,7 @@ from tieredckpt.errors import (
     AgentError,
     ConfigError,
     IntegrityError,
+    NamespaceInUseError,
     NoRecoverableCheckpointError,
     TieredCkptError,
     UsageError,
@@ -699,3 +701,23 @@ def test_interrupted_saves_leak_no_slot(
             assert isinstance(error, KeyboardInterrupt)
         save(engine, step, state)
     assert engine.status().namespaces[0].slots == slots
+
+
+# --- two jobs of one namespace --------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_beside_one_that_saves(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with Engine.open(config(runtime_dir)) as first:
+        save(first, 1, small())
+        Engine.open(config(runtime_dir)).close()  # Slurm's requeue has the same id
+        monkeypatch.setenv("SLURM_JOB_ID", "2")
+        with pytest.raises(NamespaceInUseError, match=f"process {os.getpid()} of host .* step 1"):
+            Engine.open(config(runtime_dir))
+        save(first, 2, small())
+        monkeypatch.setenv("TIEREDCKPT_TAKE_OVER", "true")
+        Engine.open(config(runtime_dir)).close()
+    names = [{"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "x", "JOBSET_NAME": "y"}]
+    assert [open_module._job(each) for each in names] == [f"pid {os.getpid()}", "y"]

@@ -121,6 +121,8 @@ class DirectClient:
         self.run_id = secrets.token_hex(16)
         self.namespace = ""
         self.lease_fd = -1
+        self.more: dict[str, Any] = {}
+        """Further fields of OpenSession."""
         self._tickets = tickets
 
     def open_session(
@@ -129,7 +131,7 @@ class DirectClient:
         self._session = m.OpenSession(
             api=m.API_VERSION, version="test", session_id=self.session_id,
             namespace=namespace, run=self.run_id, spec=spec, local_rank=local_rank,
-            local_world_size=1,
+            local_world_size=1, **self.more,
         )  # fmt: skip
         self.namespace = namespace
         return self._open()

@@ -722,6 +722,7 @@ class Site:
         }  # fmt: skip
         self.config: dict[str, Any] = {
             "namespace": namespace,
+            "take_over": True,
             "memory": {"capacity": capacity, "keep": {"last": keep}},
             "tiers": [tier] if disk else [],
             "agent": {"runtime_dir": str(runtime_dir), "start_timeout": "60s"},

@@ -115,6 +115,7 @@ class Host:
         """A configuration for engines on this host; a dict in ``more`` is merged into its key."""
         found: dict[str, Any] = {
             "namespace": "run",
+            "take_over": True,
             "memory": {"capacity": "256MiB", "keep": {"last": 2}, "replicas": 1},
             "agent": {
                 "runtime_dir": str(self.runtime_dir), "start": "never", "start_timeout": "60s",

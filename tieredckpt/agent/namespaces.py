@@ -32,6 +32,8 @@ from tieredckpt.storage.memory.slot import Label, SlotInfo
 
 NAMESPACES_MAX = 1024
 SESSIONS_MAX = 1024
+SAVES_S = 600.0
+"""A process that has sealed nothing for so long hangs, and is no obstacle to another job."""
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +149,7 @@ class Registry:
                 record = msgspec.convert(request, SessionRecord, from_attributes=True)
                 session = self._sessions.get(request.session_id)
                 session = session or Session(request.session_id, record)
-                session.record, session.adopted = record, False
+                session.record, session.adopted, session.opened = record, False, request
                 if session.lease_ticket:
                     self._tickets.revoke(session.lease_ticket)
                 failpoints.reach("agent.session.before_lease")
@@ -188,6 +190,8 @@ class Registry:
                 run = session.record.run
                 if session.session_id == request.session_id:
                     continue
+                if run != request.run and request.session_id not in self._sessions:
+                    self._check_ended(session, request, namespace)
                 if session.adopted and run == request.run:
                     continue  # its configuration is known from a file only
                 if found := namespace.ruling.conflict(request.run, request.spec, run):
@@ -204,6 +208,20 @@ class Registry:
                     differences=differences,
                 )
             return namespace
+
+    def _check_ended(self, other: Session, request: m.OpenSession, namespace: Namespace) -> None:
+        """Raises NamespaceInUseError if another job saves here, which this one's would end."""
+        opened, age_s = other.opened, self._clock() - other.sealed_s
+        if opened is None or request.take_over or "" in (jobs := {opened.job, request.job}):
+            return
+        if len(jobs) > 1 and age_s < SAVES_S and self._leases.is_held(other.session_id):
+            newest = namespace.newest()
+            raise NamespaceInUseError(
+                f"process {opened.pid} of host {self._host_id} saves into {namespace.name} (last "
+                f"{age_s:.0f} s ago, newest step {newest.step if newest else None}), and the first "
+                "save of this job would end it: stop it, use another namespace, or take over on "
+                "purpose with TIEREDCKPT_TAKE_OVER=true"
+            )
 
     # --- ending -----------------------------------------------------------------------------------
 

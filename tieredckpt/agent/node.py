@@ -85,12 +85,9 @@ class Node:
             folder.mkdir(mode=0o700, exist_ok=True)
         self._pool = SlotPool(runtime.slots, clock=clock)
         self._listeners = Listeners(
-            runtime,
-            host_id,
-            self,
-            is_live=lambda session_id: self._registry.is_live(session_id),
-            in_use=lambda namespace: self._registry.num_sessions(namespace) > 0,
-        )
+            runtime, host_id, self, lambda session_id: self._registry.is_live(session_id),
+            lambda namespace: self._registry.num_sessions(namespace) > 0,
+        )  # fmt: skip
         self._registry = Registry(
             runtime, tickets, self._pool, self._lock, host_id, self._listeners, clock=clock
         )
@@ -237,7 +234,7 @@ class Node:
         )
         failpoints.reach("agent.seal.after_label")
         with self._lock:
-            session.grant_ticket = ""
+            session.grant_ticket, session.sealed_s = "", self._clock()
             if session.next is not None and session.next.segment_id == request.segment_id:
                 session.next = None  # that grant is the one that was used
             self._ledger.drop_unfinished(

@@ -169,6 +169,8 @@ class Config(Options, frozen=True):
 
     namespace: Annotated[str | None, Written(parse_name)] = None
     """As configured; :func:`resolve_namespace` decides."""
+    take_over: bool = False
+    """Go on from a job of another name that saves on this host, which ends it."""
     memory: MemoryConfig = MemoryConfig()
     tiers: Annotated[tuple[TierSpec, ...], Written(parse_tiers, _effective_tiers)] = ()
     agent: AgentConfig = AgentConfig()

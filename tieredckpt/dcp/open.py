@@ -82,14 +82,14 @@ def open_together(
     if ranks.rank == 0:
         warn_of_release()
     with contextlib.ExitStack() as on_failure:
-        run_id, reads = ranks.from_coordinator(lambda: (run_id, read_only))
+        run_id, reads, job = ranks.from_coordinator(lambda: (run_id, read_only, _job(os.environ)))
 
         def open_one() -> tuple[SaveState, int]:
             if reads != read_only:
                 raise UsageError("some ranks open their engine with read_only=True, others without")
             return _open(
                 source, ranks, run_id, on_failure, unsafe_pickle=unsafe_pickle,
-                read_only=read_only, credentials=credentials,
+                read_only=read_only, credentials=credentials, job=job,
             )  # fmt: skip
 
         session, expected = ranks.run(open_one)
@@ -104,6 +104,14 @@ def open_together(
     return session
 
 
+def _job(environ: Mapping[str, str]) -> str:
+    """What a restart by the launcher keeps; without a launcher's job, this process of rank 0."""
+    names = (
+        environ.get(each, "") for each in ("SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
+    )
+    return next((name for name in names if name not in ("", "none")), f"pid {os.getpid()}")[:256]
+
+
 def _open(
     source: Source,
     ranks: Ranks,
@@ -113,6 +121,7 @@ def _open(
     unsafe_pickle: bool,
     read_only: bool,
     credentials: object,
+    job: str,
 ) -> tuple[SaveState, int]:
     """The session, closed by ``on_failure``, and the expected bytes of its segments.
 
@@ -137,6 +146,7 @@ def _open(
             local_rank=ranks.local_rank,
             local_world_size=ranks.local_world_size,
             run_id=run_id,
+            job=job,
         )
         host, expected = reply.host_id, reply.expected_segment_bytes
     session = SaveState(

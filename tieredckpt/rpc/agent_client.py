@@ -160,13 +160,16 @@ class AgentClient:
         local_rank: int = 0,
         local_world_size: int = 1,
         run_id: str | None = None,
+        job: str = "",
+        take_over: bool = False,
     ) -> m.SessionOpened:
         """Open this client's session; it ends with :meth:`close` or with this process.
 
         Clients that save for one start of training give the same ``run_id`` (32 hex digits).
 
         Raises:
-            NamespaceInUseError: The run that saved last is live here, with another spec.
+            NamespaceInUseError: The run that saved last is live here, with another spec; or
+                another job saves, and ``take_over`` is False.
             UsageError: This client has a session already.
         """
         with self._session_lock:
@@ -182,6 +185,9 @@ class AgentClient:
                 spec=spec,
                 local_rank=local_rank,
                 local_world_size=local_world_size,
+                pid=os.getpid(),
+                job=job,
+                take_over=take_over,
             )
             opened = self._open(request, time.monotonic() + self._deadline_s)
             self._session = request
@@ -203,12 +209,10 @@ class AgentClient:
             raise UsageError("no session is open: call open_session first")
         return self._session
 
-    def _open(
-        self, request: m.OpenSession, until_s: float, *, revive: bool = True
-    ) -> m.SessionOpened:
+    def _open(self, request: m.OpenSession, until_s: float) -> m.SessionOpened:
         # The agent may die between the reply and the ticket: then both are repeated.
         for attempt in range(ATTEMPTS_MAX):
-            body = self._request("POST", "/v1/sessions", request.encode(), until_s, revive=revive)
+            body = self._request("POST", "/v1/sessions", request.encode(), until_s)
             opened = _decoded(body, m.SessionOpened)
             if not opened.lease_ticket:
                 return opened
@@ -522,8 +526,8 @@ class AgentClient:
         session_id = session.session_id if session is not None and about else ""
         for attempt in range(ATTEMPTS_MAX + 1):
             try:
-                if attempt or self._setup_pending:  # a new agent does not know the session
-                    self._open_again(until_s, revive=revive)
+                if attempt or (revive and self._setup_pending):  # a new agent knows no session
+                    self._open_again(until_s)
                 return self._request(
                     method, path, body, until_s, revive=revive, session_id=session_id
                 )
@@ -536,13 +540,12 @@ class AgentClient:
             outcome="unknown",
         )
 
-    def _open_again(self, until_s: float, *, revive: bool) -> None:
+    def _open_again(self, until_s: float) -> None:
         with self._session_lock:
             self._setup_pending = True
-            self._open(self._opened(), until_s, revive=revive)
+            self._open(self._opened(), until_s)
             for verb, request in list(self._setup.items()):
-                path, body = self._path_of(verb, None), request.encode()
-                self._request("POST", path, body, until_s, revive=revive)
+                self._request("POST", self._path_of(verb, None), request.encode(), until_s)
             self._setup_pending = False
 
     def _request(

@@ -14,7 +14,7 @@ import trustme
 
 from tests.support.peer_server import TOKEN, Peer
 from tests.unit.rpc.test_peer_tls import write
-from tieredckpt.agent.host.addresses import process_listening
+from tieredckpt.agent.host.addresses import pid_on_port
 from tieredckpt.agent.host.listeners import Listeners
 from tieredckpt.agent.host.runtime import RuntimeDir
 from tieredckpt.errors import AgentError
@@ -113,9 +113,9 @@ def test_a_taken_port_is_refused_with_the_one_that_has_it(
         foreign.communicate(b"\n")
     host.live = {"other:0"}
     host.listen("other:0", None)
-    with pytest.raises(AgentError, match=r"this agent serves namespace other there"):
+    with pytest.raises(AgentError, match=r"this agent, for another job .* listens there"):
         host.listen("job:0", write(tmp_path / "one", ca, ADDRESS))
     assert host.is_reached("other", None)
-    assert process_listening(host.port) == os.getpid()
+    assert pid_on_port(host.port) == os.getpid()
     host.listeners.stop()
-    assert process_listening(host.port) is None
+    assert pid_on_port(host.port) is None

@@ -20,6 +20,7 @@ from tests.support.agent import (
     spec_of,
     wait_until,
 )
+from tieredckpt.agent import namespaces as namespaces_module
 from tieredckpt.agent.host.runtime import prepare_runtime_dir
 from tieredckpt.agent.node import Node
 from tieredckpt.agent.slots import allocator
@@ -1031,6 +1032,39 @@ def test_skipped_saves_are_counted_as_a_counter_is(host: Host):
     host.node.purge("run")
     host.trainer()
     assert skipped() == 0
+
+
+def test_a_second_job_is_refused_while_the_first_one_saves(host: Host):
+    def opens(job: str, *, run: str = "", take_over: bool = False) -> FakeTrainer:
+        """A process of ``job``; ``host.trainer`` would be of none, which is never refused."""
+        client = DirectClient(host.node, host.tickets)
+        client.run_id = run or client.run_id
+        client.more = {"job": job, "pid": 4711, "take_over": take_over}
+        return FakeTrainer(host.runtime.path, spec_of(), client=client)
+
+    with opens("slurm-1") as first:
+        with opens("slurm-2"):
+            pass  # the first one has not saved yet: nothing of it would be lost
+        first.save(7)
+        host.clock.now_s += 5
+        with pytest.raises(
+            NamespaceInUseError,
+            match=r"process 4711 of host host-a saves into run \(last 5 s ago, newest step 7\)",
+        ):
+            opens("slurm-2")
+        opens("slurm-1").close()  # the launcher's restart, beside a process that hangs
+        opens("slurm-2", run=first.client.run_id).close()  # a run of several jobs
+        host.trainer().close()
+        with opens("slurm-2", take_over=True):
+            first.client._open()  # again, as after a restart of the agent: it is known
+        host.clock.now_s += namespaces_module.SAVES_S
+        opens("slurm-2").close()  # it has not saved for long: it hangs
+        first.save(8)
+        host.restart()
+        opens("slurm-2").close()  # no save is known of
+    with opens("slurm-3") as ended:
+        ended.save(9)
+    opens("slurm-2").close()
 
 
 def reported(call: Callable[[], object]) -> str:

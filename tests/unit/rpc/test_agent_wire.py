@@ -344,7 +344,7 @@ class OfARestartedAgent(AgentClient):
         self._setup: Any = {"listen": SimpleNamespace(encode=bytes)}
         self.knows, self.can_listen, self.received = False, False, 0
 
-    def _open(self, *_: Any, **options: Any) -> Any:
+    def _open(self, *_: Any) -> Any:
         self.knows = True
 
     def _request(

@@ -141,15 +141,14 @@ def split_port(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def process_listening(port: int) -> int | None:
+def pid_on_port(port: int) -> int | None:
     """The process that listens on TCP ``port``; None: unknown, as another user's is."""
     sockets = set()
     for table in _TCP:
         with contextlib.suppress(OSError):  # a kernel without IPv6
-            for line in table.read_text("ascii").splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
+            rows = [line.split() for line in table.read_text("ascii").splitlines()[1:]]
+            found = [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]
+            sockets |= {f"socket:[{row[9]}]" for row in found if row[3] == _LISTENING}
     for link in glob.iglob("/proc/[0-9]*/fd/*") if sockets else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if os.readlink(link) in sockets:

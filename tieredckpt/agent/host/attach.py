@@ -31,6 +31,7 @@ def attach(
     local_rank: int = 0,
     local_world_size: int = 1,
     run_id: str | None = None,
+    job: str = "",
     deadline_s: float | None = None,
 ) -> tuple[AgentClient, SessionOpened]:
     """A client with an open session, and the agent's reply.
@@ -62,6 +63,8 @@ def attach(
             local_rank=local_rank,
             local_world_size=local_world_size,
             run_id=run_id,
+            job=job,
+            take_over=config.take_over,
         )
         failpoints.reach("open.session.after")
         on_failure.pop_all()

@@ -86,9 +86,8 @@ def _await(runtime: RuntimeDir, start_timeout_s: float, wait_s: float) -> None:
                 raise _failed(runtime, f"did not answer within {start_timeout_s:g} s", None)
         elif now_s - gone_s >= wait_s:
             raise AgentError(
-                f"no agent runs in {runtime.path} and agent.start is never (waited {wait_s:g} s, "
-                "memory.wait): start one with `tieredckpt agent run --runtime-dir "
-                f"{runtime.path}`, or set agent.start: auto",
+                f"no agent runs in {runtime.path} after {wait_s:g} s and agent.start is never: run "
+                f"`tieredckpt agent run --runtime-dir {runtime.path}`, or set agent.start: auto",
                 outcome="not_applied",
             )
         time.sleep(_POLL_S)

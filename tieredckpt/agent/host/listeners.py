@@ -19,12 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tieredckpt.agent.host.addresses import (
-    choose_addresses,
-    process_listening,
-    split_port,
-    with_port,
-)
+from tieredckpt.agent.host.addresses import choose_addresses, pid_on_port, split_port, with_port
 from tieredckpt.agent.host.runtime import RuntimeDir, boot_id, incarnation, write_private
 from tieredckpt.errors import (
     AgentError,
@@ -251,10 +246,8 @@ class Listeners:
             same_port = each.settings.port == settings.port != 0
             if name != namespace and same_port and not self._in_use(name):
                 log.warning(
-                    "namespace %s is not served to other hosts until a trainer asks for it: "
-                    "namespace %s has other network settings for port %d",
-                    name, namespace, settings.port,
-                )  # fmt: skip
+                    "%s is served no more: %s takes port %d", name, namespace, settings.port
+                )
                 del self._served[name]
         self._close_unused(leaving=namespace)
 
@@ -296,10 +289,10 @@ class Listeners:
         try:
             return listen_tcp(address, port)
         except AgentError as error:
-            pid = process_listening(port)
+            pid = pid_on_port(port)
             if pid is None:
                 raise
-            names = sorted(n for n, each in self._served.items() if each.settings.port == port)
-            own = f"this agent serves namespace {', '.join(names)} there with other settings"
-            text = own if pid == os.getpid() else f"process {pid} listens there"
-            raise AgentError(f"{error.message}; {text}", outcome="not_applied") from error
+            own = "this agent, for another job with other network settings,"
+            holder = own if pid == os.getpid() else f"process {pid}"
+            text = f"{error.message}; {holder} listens there"
+            raise AgentError(text, outcome="not_applied") from error

@@ -18,7 +18,7 @@ import msgspec
 from tieredckpt.errors import AgentError, TieredCkptError
 from tieredckpt.format.envelope import RecordCodec
 from tieredckpt.format.manifest import ID_PATTERN, HexId, Name, check_id
-from tieredckpt.rpc.messages.agent import Grant
+from tieredckpt.rpc.messages.agent import Grant, OpenSession
 from tieredckpt.storage.folder import medium
 from tieredckpt.storage.memory.slot import try_lock_exclusive
 
@@ -73,6 +73,10 @@ class Session:
     """The provisional grant that stands."""
     next_bytes: int = 0
     skipped_saves: int = 0
+    opened: OpenSession | None = None
+    """What its process has asked this agent."""
+    sealed_s: float = float("-inf")
+    """When it has sealed a segment, so saves, by the agent's clock."""
     promised: bool = field(default=False)
     """The slot of ``next`` still holds a segment that the next commit will free."""
 

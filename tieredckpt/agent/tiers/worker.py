@@ -318,10 +318,8 @@ class TierWorker:
 
     def _note(self, manifest: Manifest, outcome: Outcome) -> None:
         """``manifest`` came to ``outcome``. The lock is held."""
-        if outcome.level == "done":
-            self._missed.pop(manifest.stream, None)
-        else:
-            earliest = self._missed.get(manifest.stream, manifest)
+        earliest = self._missed.pop(manifest.stream, manifest)
+        if outcome.level != "done":
             self._missed[manifest.stream] = min(earliest, manifest, key=lambda each: each.step)
         self._history.pop(manifest.save_id, None)
         self._history[manifest.save_id] = outcome
