@@ -161,6 +161,7 @@ def test_verify_finds_the_flipped_block_and_quarantines_it(site: Site, run: Run)
     assert (bad["tier"], bad["step"], bad["bad_blocks"]) == ("memory", 30, [1])
 
     assert "1 bad block" in steps(run("ls", "--json"))[30]["memory"]
+    assert "bad block numbers: 1\n" in run("verify", "--tier", "memory").out
     source = run("recovery", "plan", "--json").json["chosen"]
     assert source["step"] == 30  # from disk, or block by block
 
@@ -175,6 +176,13 @@ def test_what_verify_cannot_read_is_not_quarantined(site: Site, run: Run):
     assert [copy["intact"] for copy in answer.json["copies"]] == [False] * 4
     assert all("tieredckpt agent stop" in copy["error"] for copy in answer.json["copies"])
     assert steps(run("ls", "--json")) == {30: both(), 20: both()}
+
+    with site.slot_of(newest).open("r+b") as slot:
+        slot.seek((4 << 20) + 5)
+        slot.write(bytes([byte]))
+    assert "memory, step 30: reported as intact" in run("verify").err
+    assert steps(run("ls", "--json"))[30] == both()
+    assert run("verify").err == ""
 
 
 def test_verify_without_an_agent(site: Site, run: Run):

@@ -391,6 +391,13 @@ class Node:
         found.catalog_of(request.tier)
         found.quarantine(request.tier, request.segment_id, request.blocks, request.reason[:500])
 
+    def report_intact(self, namespace: str, request: m.ReportIntact) -> None:
+        """See :class:`tieredckpt.rpc.messages.agent.ReportIntact`."""
+        found, at = self._registry.namespace(namespace), request.read_at
+        worker = found.workers.get(request.tier)
+        if at is None or (worker and (at.url, at.object) == (worker.spec.url, worker.spec.object)):
+            found.marks.lift(request.tier, request.segment_id, request.began_ns)
+
     def add_record(self, namespace: str, request: m.AddRecord) -> m.Pinned:
         """See :class:`tieredckpt.rpc.messages.agent.AddRecord`."""
         found = self._registry.namespace(namespace)

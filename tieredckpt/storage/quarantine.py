@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -69,6 +70,8 @@ class QuarantineMarks:
         self._store = store
         self._lock = threading.Lock()
         self._marks: dict[tuple[str, str], Mark] = {}
+        self._reported_ns: dict[tuple[str, str], int] = {}
+        """When a copy was last reported (monotonic clock); of a stored mark, when it was read."""
         for info in store.list(_PREFIX):
             if not _OBJECT_KEY.fullmatch(info.key):
                 continue
@@ -82,6 +85,7 @@ class QuarantineMarks:
             key = (record.tier, record.segment_id)
             blocks = () if record.whole else record.blocks
             self._marks[key] = self._merged(key, blocks, record.reason)
+            self._reported_ns[key] = time.monotonic_ns()
 
     def add(self, tier: str, segment_id: str, blocks: Iterable[int], reason: str) -> Mark:
         """Mark blocks, or the whole copy if ``blocks`` is empty; merged with an existing mark.
@@ -97,6 +101,7 @@ class QuarantineMarks:
             raise ValueError(f"impossible block numbers {wanted[0]} .. {wanted[-1]}")
         with self._lock:
             mark = self._merged(key, wanted, reason)
+            self._reported_ns[key] = time.monotonic_ns()
             if mark != self._marks.get(key):
                 self._marks[key] = mark
                 self._store_mark(key, mark)
@@ -114,6 +119,18 @@ class QuarantineMarks:
         with self._lock:
             if (tier, segment_id) in self._marks:
                 self._drop((tier, segment_id))
+
+    def lift(self, tier: str, segment_id: str, began_ns: int) -> None:
+        """Delete the mark of a copy that was read whole and intact, if there is one.
+
+        ``began_ns``: when reading began, by this host's monotonic clock. A mark that was reported
+        since stays.
+        """
+        key = (tier, segment_id)
+        with self._lock:
+            if self._reported_ns.get(key, began_ns) < began_ns:
+                self._drop(key)
+                _log.info("the %s copy of segment %s is intact: its mark is lifted", *key)
 
     def count(self, tier: str) -> int:
         """Number of marked copies in ``tier``."""
@@ -142,7 +159,7 @@ class QuarantineMarks:
             _log.warning("a quarantine mark of %s in %s is not stored: %s", key[1], key[0], error)
 
     def _drop(self, key: tuple[str, str]) -> None:
-        del self._marks[key]
+        del self._marks[key], self._reported_ns[key]
         try:
             for info in list(self._store.list(f"{_PREFIX}{key[0]}/")):
                 named = _OBJECT_KEY.fullmatch(info.key)

@@ -268,6 +268,24 @@ def test_a_tier_that_failed_is_not_tried_faster_than_its_limit(
     assert worker(host)._failures == 1
 
 
+def test_a_look_at_another_place_lifts_no_mark(host: Host, disk: Path):
+    """A reader of a bucket has its own configuration, with perhaps another bucket of that name."""
+    spec = spec_of(tiers={"disk": disk})
+    trainer = host.trainer(spec)
+    saved = trainer.save(1, tiers=("disk",))
+    trainer.spilled(saved.save_id)
+    (mine,), segment_id = spec.tiers, saved.segments[0].id
+    other = msgspec.structs.replace(mine, url="s3://another/place")
+    damage = m.ReportDamage(tier="disk", segment_id=segment_id, blocks=(0,), reason="a test")
+    trainer.client.request(damage)
+    for at, left in ((other, 1), (msgspec.structs.replace(mine, name="else"), 0)):
+        look = m.ReportIntact(
+            tier="disk", segment_id=segment_id, began_ns=time.monotonic_ns() + 1, read_at=at
+        )
+        trainer.client.request(look)
+        assert host.node.status().namespaces[0].tiers[0].quarantined == left
+
+
 def test_a_damaged_source_is_quarantined_and_never_spilled(host: Host, disk: Path):
     disk.write_text("in the way")
     trainer = host.trainer(spec_of(tiers={"disk": disk}), size=9 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -455,6 +456,24 @@ def test_marks_merge_and_survive(place: Place):
     assert QuarantineMarks(place.again()).get("disk", name) == whole
     for _ in range(2):
         marks.forget("disk", name)
+    assert marks.get("disk", name) is None
+    assert QuarantineMarks(place.again()).get("disk", name) is None
+
+
+def test_a_mark_is_lifted_by_a_look_that_began_after_it(place: Place):
+    marks = QuarantineMarks(place.tier)
+    name, before_ns = segment_name(1), time.monotonic_ns()
+    marks.lift("disk", name, before_ns)  # there is none
+    marks.add("disk", name, [1], "damaged")
+    marks.lift("disk", name, before_ns)
+    between_ns = time.monotonic_ns()
+    assert marks.add("disk", name, [1], "the same again").blocks == (1,)
+    marks.lift("disk", name, between_ns)
+    assert marks.count("disk") == 1
+    again = QuarantineMarks(place.again())
+    again.lift("disk", name, time.monotonic_ns() - 10**12)  # of another start of the agent
+    assert again.count("disk") == 1
+    marks.lift("disk", name, time.monotonic_ns() + 1)
     assert marks.get("disk", name) is None
     assert QuarantineMarks(place.again()).get("disk", name) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tieredckpt.errors import IntegrityError, NotFoundError, TierUnavailableErro
 from tieredckpt.format.digest import digest
 from tieredckpt.format.manifest import Manifest, SegmentRef, read_footer
 from tieredckpt.format.segment import PAGE_BYTES
+from tieredckpt.rpc.messages.agent import ReportIntact
 from tieredckpt.storage.base import OpenObject, segment_key
 from tieredckpt.storage.file_io import OpenFile, aligned_buffer
 
@@ -42,6 +44,8 @@ class Checked:
     error: str | None = None
     """Why the copy as a whole is bad or cannot be read."""
     bad_blocks: list[int] = field(default_factory=list)
+    began_ns: int = 0
+    """When reading began, on the monotonic clock."""
     unread: bool = False
     """Whether the tier or the agent did not answer, so that nothing is known of the copy."""
 
@@ -133,6 +137,7 @@ def verify_all(found: list[Checked], open_copy: Open, *, quiet: bool) -> None:
         done = 0
         for each in found:
             bar.update(task, description=f"step {each.manifest.step} in {each.tier}")
+            each.began_ns = time.monotonic_ns()
             try:
                 with open_copy(each.tier, each.ref.id) as source:
                     verify_copy(source, each, lambda n: bar.advance(task, n))
@@ -177,8 +182,9 @@ def verify(
 ) -> None:
     """Read every block of the chosen checkpoints in every tier, and compare with its digest.
 
-    Changes nothing without --quarantine. Exit code 1 if any copy is damaged, or a chosen tier or a
-    manifest in it cannot be read.
+    A mark of damage on a copy that is intact is lifted, if an agent runs. Nothing else is changed
+    without --quarantine. Exit code 1 if any copy is damaged, or a chosen tier or a manifest in it
+    cannot be read.
 
     \b
     Examples:
@@ -219,6 +225,7 @@ def verify(
         print_unread(lost, away)
     if quarantine and damaged:
         _report(place, found, damaged)
+    _lift_marks(place, found, [each for each in checked if each.intact])
     _raise_for(checked, len(damaged), tuple(away), len(lost))
 
 
@@ -244,7 +251,26 @@ def _raise_for(checked: list[Checked], damaged: int, away: tuple[str, ...], lost
 def _state(copy: dict[str, Any]) -> str:
     bad = copy["bad_blocks"]
     blocks = ", ".join(map(str, bad[:8])) + (", ..." * (len(bad) > 8))
-    return copy["error"] or (f"bad blocks: {blocks}" if bad else "intact")
+    return copy["error"] or (f"bad block numbers: {blocks}" if bad else "intact")
+
+
+def _lift_marks(place: Place, found: Found, intact: list[Checked]) -> None:
+    """Inform the agent of the copies that it holds for damaged, and that are intact."""
+    facts = [(tier, fact) for tier in found.holdings.tiers for fact in tier.segments]
+    marked = {(t.tier, f.id): t.kind for t, f in facts if f.error or f.bad_blocks}
+    repaired = [each for each in intact if (each.tier, each.ref.id) in marked]
+    if repaired and found.source != "agent":
+        click.secho("no agent runs: marks of damage stay on intact copies", fg="yellow", err=True)
+        return
+    specs = {each.name: each for each in place.config.tiers} if place.config is not None else {}
+    with place.agent() as client:
+        for each in repaired:
+            at = specs[each.tier] if marked[each.tier, each.ref.id] == "object" else None
+            request = ReportIntact(
+                tier=each.tier, segment_id=each.ref.id, began_ns=each.began_ns, read_at=at
+            )
+            client.call(request, found.namespace)
+            click.echo(f"{each.tier}, step {each.manifest.step}: reported as intact", err=True)
 
 
 def _report(place: Place, found: Found, damaged: list[Checked]) -> None:

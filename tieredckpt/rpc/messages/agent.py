@@ -358,6 +358,20 @@ class ReportDamage(NodeRequest[None], frozen=True):
     """The host of the copy; "": this agent's."""
 
 
+class ReportIntact(NodeRequest[None], frozen=True):
+    """Report that a copy here was read whole and every block is good: its mark of damage goes.
+
+    Ignored if it was reported as damaged since, or if another place than the agent's tier was read.
+    """
+
+    tier: str
+    segment_id: str
+    began_ns: int
+    """When reading began, by this host's monotonic clock."""
+    read_at: TierSpec | None = None
+    """Where the reader found the tier; None: the agent opened the copy for it."""
+
+
 Level = Literal["done", "queued", "active", "failed", "superseded", "not_scheduled", "waiting"]
 
 
