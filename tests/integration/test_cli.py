@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent import ROOT, AgentProcess, FakeTrainer, spec_of
+from tests.support.agent import (
+    ROOT,
+    AgentProcess,
+    FakeTrainer,
+    fork_agents,
+    spec_of,
+    wait_until,
+)
+from tieredckpt.agent.host import launch
 from tieredckpt.cli.main import main
 from tieredckpt.storage.memory.slot import LABEL_BYTES, read_label
 
@@ -165,6 +173,13 @@ def test_verify_finds_the_flipped_block_and_quarantines_it(site: Site, run: Run)
     source = run("recovery", "plan", "--json").json["chosen"]
     assert source["step"] == 30  # from disk, or block by block
 
+    with site.slot_of(newest).open("r+b") as slot:
+        slot.seek((4 << 20) + 5)
+        slot.write(bytes([byte]))
+    assert "memory, step 30: reported as intact" in run("verify").err
+    assert steps(run("ls", "--json"))[30] == both()
+    assert run("verify").err == ""
+
 
 @pytest.mark.full
 def test_what_verify_cannot_read_is_not_quarantined(site: Site, run: Run):
@@ -176,13 +191,6 @@ def test_what_verify_cannot_read_is_not_quarantined(site: Site, run: Run):
     assert [copy["intact"] for copy in answer.json["copies"]] == [False] * 4
     assert all("tieredckpt agent stop" in copy["error"] for copy in answer.json["copies"])
     assert steps(run("ls", "--json")) == {30: both(), 20: both()}
-
-    with site.slot_of(newest).open("r+b") as slot:
-        slot.seek((4 << 20) + 5)
-        slot.write(bytes([byte]))
-    assert "memory, step 30: reported as intact" in run("verify").err
-    assert steps(run("ls", "--json"))[30] == both()
-    assert run("verify").err == ""
 
 
 def test_verify_without_an_agent(site: Site, run: Run):
@@ -231,6 +239,7 @@ def test_purge_empties_memory_alone(site: Site, run: Run):
     assert run("agent", "purge").code == 2
     answer = run("agent", "purge", "--namespace", "run", "--yes", "--json")
     assert answer.json["purged"] == ["run"]
+    assert "checkpoints in memory: 2; steps in no other tier: none" in answer.err
     assert steps(run("ls", "--json")) == {30: {"disk": "whole"}, 20: {"disk": "whole"}}
 
 
@@ -287,6 +296,24 @@ def test_the_error_of_a_tier_that_was_corrected_is_told_as_past(
     assert checks["tier disk"]["state"] == "ok"
     assert checks["tier disk: copies"]["state"] == "warn"
     assert past in checks["tier disk: copies"]["found"]
+
+
+def test_purge_of_what_an_agent_left_looks_anew(
+    site: Site, run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where a person has removed the disk's folder."""
+    monkeypatch.setattr(launch, "subprocess", launch.subprocess)  # restored at the end
+    fork_agents()
+    shutil.rmtree(site.disk)
+    site.agent.kill()
+    answer = run("agent", "purge", "--all", "--yes")
+    assert (answer.code, answer.out) == (0, "deleted from memory: run\n")
+    assert "2; steps in no other tier: default 30, default 20" in answer.err
+    assert not list((site.runtime_dir / "slots").iterdir())
+    wait_until(lambda: run("status").code == 4)  # the agent that it started ends
+    shutil.rmtree(site.runtime_dir)
+    assert run("agent", "purge", "--all", "--yes").code == 4
+    assert not site.runtime_dir.exists()
 
 
 def test_nothing_recoverable_is_exit_code_3(site: Site, run: Run):

@@ -12,6 +12,9 @@ from pathlib import Path
 import click
 
 from tieredckpt.agent import daemon
+from tieredckpt.agent.host.launch import find_or_start
+from tieredckpt.agent.host.runtime import RuntimeDir, is_agent_running
+from tieredckpt.cli.checkpoints.ls import in_memory
 from tieredckpt.cli.metrics import metrics
 from tieredckpt.cli.output import print_json, size
 from tieredckpt.cli.sources import Place, json_option, moved_tiers, namespace_options, place_options
@@ -22,6 +25,8 @@ from tieredckpt.config.units import parse_duration
 from tieredckpt.errors import AgentError, UsageError
 from tieredckpt.recovery.flush import FlushReport, flush_and_wait
 
+PURGE_S = 60.0
+"""For the agent to list all tiers, and until one ends whose purge was not confirmed."""
 STOP_DEADLINE_S = 30.0
 """A stopping agent finishes the block that it is writing, and syncs."""
 
@@ -116,7 +121,9 @@ def stop(place: Place) -> None:
 def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> None:
     """Delete namespaces from memory. Other tiers keep their checkpoints.
 
-    Fails while a trainer has a namespace open. `tieredckpt purge` deletes from tiers.
+    It names the steps that no other tier of this host has whole, by a new look. Fails while a
+    trainer has a namespace open. If no agent runs, one is started, and stopped at the end.
+    `tieredckpt purge` deletes from tiers.
 
     \b
     Examples:
@@ -125,17 +132,20 @@ def purge(place: Place, names: tuple[str, ...], everything: bool, yes: bool) -> 
     """
     if bool(names) == everything:
         raise click.UsageError("name what to delete: --namespace NAME, or --all")
-    with place.agent() as client:
-        known = {each.name: each for each in client.status().namespaces}
-        chosen = list(names) if names else sorted(known)
+    runtime = RuntimeDir(place.runtime_dir)
+    if left := runtime.slots.is_dir() and not is_agent_running(runtime):  # without an agent
+        find_or_start(runtime.path, idle_timeout_s=PURGE_S)
+    with place.agent(PURGE_S) as client:
+        chosen = list(names) or sorted(each.name for each in client.status().namespaces)
+        for name in chosen:
+            click.echo(f"namespace {name}: {in_memory(client.holdings(name))}", err=True)
         if not yes:
-            for name in chosen:
-                in_memory = known[name].checkpoints if name in known else "unknown"
-                click.echo(f"namespace {name}: checkpoints in memory: {in_memory}", err=True)
             click.confirm("Delete them from memory?", abort=True, err=True)
         began_s = time.monotonic()
         for name in chosen:
             client.purge(name)
+        if left:
+            client.shutdown()
     if place.as_json:
         print_json(purged=chosen, seconds=time.monotonic() - began_s)
     else:

@@ -29,7 +29,7 @@ from tieredckpt.policy.retention import (
 )
 from tieredckpt.policy.schedule import destinations, next_save
 from tieredckpt.recovery.evidence import decode_manifests, manifest_of, read_attempts, read_records
-from tieredckpt.storage.holdings import Holdings, TierFacts
+from tieredckpt.storage.holdings import Holdings, TierFacts, decode_holdings
 
 MEMORY = "memory"
 Status = Literal["candidate", "abandoned", "branch"]
@@ -147,6 +147,18 @@ def make_listing(holdings: Holdings) -> Listing:
         ],
         unavailable={t.tier: t.error or "?" for t in holdings.tiers if not t.available},
     )
+
+
+def in_memory(holdings: bytes) -> str:
+    """The number of checkpoints in memory, and the steps that no other tier of the host has whole.
+
+    ``holdings``: as the agent sends them. Raises RemoteProtocolError.
+    """
+    listed = make_listing(decode_holdings(holdings)).checkpoints
+    here = [each for each in listed if MEMORY in each.tiers]
+    alone = [e for e in here if "whole" not in (e.tiers | {MEMORY: ""}).values()]
+    steps = ", ".join(f"{each.manifest.stream} {each.manifest.step}" for each in alone)
+    return f"checkpoints in memory: {len(here)}; steps in no other tier: {steps or 'none'}"
 
 
 def _plain(each: Listed) -> dict[str, Any]:
