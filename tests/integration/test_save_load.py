@@ -33,6 +33,7 @@ from tests.support.states import (
     slot_of,
 )
 from tieredckpt.dcp import open as open_module
+from tieredckpt.dcp.load.reader import not_recoverable
 from tieredckpt.dcp.slots import slot_ring
 from tieredckpt.dcp.state import items
 from tieredckpt.dcp.state.per_rank import per_rank
@@ -50,7 +51,9 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.segment import decode_trailer
 from tieredckpt.recovery import other_hosts
+from tieredckpt.recovery.plan import plan_recovery
 from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.holdings import Holdings, TierFacts
 
 pytestmark = pytest.mark.usefixtures("served")
 
@@ -642,6 +645,37 @@ def test_a_tier_that_cannot_answer(runtime_dir: Path, tmp_path: Path):
         assert engine.load(blank(small()), fresh_start=True) is None
         save(engine, 1, small())
         assert engine.load(blank(small())) == 1
+
+
+def test_a_load_that_waits_says_what_for(
+    runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    blocked, said = tmp_path / "file", list[str]()
+    blocked.write_text("not a folder")
+
+    def repair(text: str, *values: object) -> None:
+        said.append(text % values)
+        blocked.unlink()
+
+    monkeypatch.setattr(other_hosts.log, "warning", repair)
+    tier = {"name": "disk", "url": f"file://{blocked}/below"}
+    with Engine.open(config(runtime_dir, tiers=[tier], recovery={"wait": "60s"})) as engine:
+        assert engine.load(blank(small())) is None
+    assert len(said) == 1
+    for text in ("waits for at most", "disk on", "Not a directory", "recovery.wait sets the time"):
+        assert text in said[0]
+
+
+@pytest.mark.parametrize(
+    ("why", "advised"), [("Input/output error", True), ("Permission denied", False)]
+)
+def test_what_may_not_be_read_is_no_reason_to_begin_anew(why: str, advised: bool):
+    error = f"cannot list /mnt/b: [Errno 13] {why}: '/mnt/b'"
+    tier = TierFacts(tier="b", scope="host", kind="file", available=False, error=error)
+    plan = plan_recovery([Holdings(host_id="a", namespace="run", attempts=(), tiers=(tier,))])
+    text = str(not_recoverable(plan, None, None))
+    assert error in text
+    assert ("fresh_start" in text) == advised
 
 
 def save_or_raise(engine: Engine) -> None:

@@ -363,6 +363,15 @@ def log_warnings(plan: RecoveryPlan) -> None:
         log.warning("stream %s: %s", plan.stream, warning)
 
 
+def log_waiting(plans: Sequence[RecoveryPlan], left_s: float) -> None:
+    """Log what a load waits for, and how long."""
+    log.warning(
+        "the load waits for at most %.2g s, until these answer, which may hold a newer checkpoint: "
+        "%s (recovery.wait sets the time, and 0 s does not wait)",
+        left_s, "; ".join(dict.fromkeys(tier for plan in plans for tier in plan.incomplete)),
+    )  # fmt: skip
+
+
 def log_not_asked(plans: Sequence[RecoveryPlan], wait_s: float) -> None:
     """Warn of a restore for which not all hosts and tiers answered: they may hold a newer one."""
     for plan in plans:

@@ -115,6 +115,11 @@ class RecoveryPlan:
     """At a fork, the sides to choose from; then only a save id chooses a checkpoint."""
 
     @property
+    def is_denied(self) -> bool:
+        """Whether this user may not read a tier, which therefore most likely holds something."""
+        return any("Permission denied" in each for each in self.incomplete)
+
+    @property
     def passes_over(self) -> bool:
         """Whether a newer checkpoint, or any, might be restored if the missing hosts answered."""
         if self.chosen is None:

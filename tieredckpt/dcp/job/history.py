@@ -330,10 +330,10 @@ class History:
                 "choose another namespace"
             )
         if plan.incomplete:
+            anew = ", or call engine.load(state, fresh_start=True) to begin anew"
             raise TierUnavailableError(
                 "whether this namespace holds checkpoints is not known, as not every tier answers: "
-                f"{'; '.join(plan.incomplete)}; repair it, or call engine.load(state, "
-                "fresh_start=True) to begin anew",
+                f"{'; '.join(plan.incomplete)}; repair it{'' if plan.is_denied else anew}",
                 outcome="not_applied",
             )
         # Nobody said to begin anew: the stream goes on from what the attempt says, if that exists.

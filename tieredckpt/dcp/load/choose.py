@@ -32,6 +32,7 @@ from tieredckpt.recovery.other_hosts import (
     POLL_S,
     AllHoldings,
     log_not_asked,
+    log_waiting,
     log_warnings,
     read_everywhere,
 )
@@ -184,7 +185,7 @@ def agree(
         others, answers = session.history.others(), None
         time.sleep(POLL_S if until_s is not None else 0.0)
         while True:
-            answers = read_everywhere(session.client, others, answers)
+            first, answers = answers is None, read_everywhere(session.client, others, answers)
             now = _with_streams(asked, answers)
             plans = plan_common(
                 answers.holdings, now.streams, step=now.step, save_id=now.save_id, exclude=exclude,
@@ -201,6 +202,8 @@ def agree(
                 raise _unread_error(missed[0], wait_s)
             if over or again or not answers.should_wait(plans) or (failed and until_s is None):
                 break
+            if first and until_s is None:
+                log_waiting(plans, end_s - time.monotonic())
             time.sleep(POLL_S)
         # A tier that is not waited for is named, too: its URL may be mistyped.
         away = any(not tier.available for tier in answers.holdings[0].tiers)
@@ -316,7 +319,7 @@ def _error(plans: Sequence[RecoveryPlan], chosen: Chosen, request: LoadRequest) 
         why = "they have no step in common that can be restored"
     text = f"the streams {_names(chosen.streams)} cannot be restored together: {why}:\n  "
     text += "\n  ".join(details)
-    if step is None and not refused:
+    if step is None and not refused and not incomplete:
         text += (
             "\nLoad each stream by itself (and take care that they fit together), or begin all of "
             "them anew with engine.load(..., fresh_start=True)"

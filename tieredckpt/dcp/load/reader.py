@@ -467,9 +467,8 @@ def not_recoverable(plan: RecoveryPlan, step: int | None, save_id: str | None) -
     off = () if wanted or plan.refused else plan.abandoned[:OFF_TIMELINE_SHOWN]
     refused = [(each.save_id, each.step, each.reason) for each in (*plan.refused, *off)]
     reasons = [f"{naming(at, name)}: {why}" for name, at, why in refused]
-    hint = (
-        "" if refused or wanted else " (engine.load(..., fresh_start=True) begins anew without it)"
-    )
+    anew = " (engine.load(..., fresh_start=True) begins anew without it)"
+    hint = "" if refused or wanted or plan.is_denied else anew
     reasons += [f"not asked: {tier}{hint}" for tier in plan.incomplete]
     if off:
         reasons.append(
