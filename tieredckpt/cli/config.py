@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 
+from tieredckpt.agent.host.addresses import choose_addresses
 from tieredckpt.agent.host.runtime import (
     default_runtime_dir,
     file_system_of,
@@ -24,6 +25,7 @@ from tieredckpt.agent.host.runtime import (
 )
 from tieredckpt.cli.output import count, print_json, size
 from tieredckpt.cli.sources import json_option
+from tieredckpt.config.network import NetworkConfig, TlsConfig
 from tieredckpt.config.reader import Source, to_yaml
 from tieredckpt.config.schema import Config, load_with_source, resolve_namespace
 from tieredckpt.config.secrets import read_token
@@ -37,6 +39,8 @@ from tieredckpt.errors import (
     TieredCkptError,
 )
 from tieredckpt.policy.capacity import MemoryNeed, memory_need
+from tieredckpt.rpc.auth import check_certificate
+from tieredckpt.rpc.messages.agent import TlsSpec
 from tieredckpt.storage.backends.file import folder_of_url
 from tieredckpt.storage.object.client import Complaint, complaints
 
@@ -279,12 +283,21 @@ def _of_security(config: Config, environ: Mapping[str, str]) -> Iterator[Complai
         unset = config.security.token_env is not None and config.security.token_env not in environ
         message = str(error).removeprefix(f"{error.key}: ")
         yield Complaint(key=str(error.key), message=message, fatal=not unset)
-    tls = config.security.tls
-    for name in ("cert", "key", "ca") if tls is not None else ():
-        path = getattr(tls, name)
-        if not os.path.isfile(path) or not os.access(path, os.R_OK):
-            why = "cannot be read by this user" if os.path.isfile(path) else "is not a file here"
-            yield Complaint(key=f"security.tls.{name}", message=f"{path} {why}")
+    if (tls := config.security.tls) is not None:
+        yield from _of_tls(tls, config.network)
+
+
+def _of_tls(tls: TlsConfig, network: NetworkConfig) -> Iterator[Complaint]:
+    files = {"cert": tls.cert, "key": tls.key, "ca": tls.ca}
+    unread = [n for n, p in files.items() if not (os.path.isfile(p) and os.access(p, os.R_OK))]
+    for name in unread:
+        why = "cannot be read by this user" if os.path.isfile(files[name]) else "is not a file here"
+        yield Complaint(key=f"security.tls.{name}", message=f"{files[name]} {why}")
+    try:
+        for name in choose_addresses(network.interfaces, network.cidrs) if not unread else ():
+            check_certificate(TlsSpec(**files), name)
+    except (AgentError, ConfigError) as error:
+        yield Complaint(key=error.fields.get("key", "security.tls"), message=str(error))
 
 
 def nearest(path: Path) -> Path:

@@ -14,6 +14,7 @@ that it connected to. Open connections keep the certificates that they began wit
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -86,6 +87,28 @@ def check_listen(address: str, secret: Secret) -> None:
             "security.tls, or let discovery be torch, which makes a token for the job",
             outcome="not_applied",
         )
+
+
+def check_certificate(spec: TlsSpec, name: str) -> None:
+    """Shake hands in memory, as a peer with these files that dials this host by ``name``.
+
+    Raises:
+        AgentError: The files cannot be used together, or a certificate is refused for its CA, its
+            dates, its use or its names.
+    """
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = TlsFiles(spec, server=True).context().wrap_bio(there, back, server_side=True)
+    client = TlsFiles(spec, server=False).context().wrap_bio(back, there, server_hostname=name)
+    try:
+        for end in (client, server, client, server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError as error:
+        raise AgentError(
+            f"{spec.cert} is refused for {name}: {getattr(error, 'verify_message', error)}; issue "
+            f"one by the CA in {spec.ca}, valid now, for servers and clients, that names {name}",
+            outcome="not_applied",
+        ) from error
 
 
 def body_digest(body: bytes | bytearray | memoryview) -> str:

@@ -36,6 +36,7 @@ from tieredckpt.rpc.messages import peer as pm
 from tieredckpt.rpc.messages.base import decode_error
 
 IDLE_PER_ADDRESS_MAX = 8
+CHECK_TLS = "run `tieredckpt config check` on both hosts, which checks the certificates"
 _IDENTIFY = pm.Identify.verb()
 SHUNNED_S = 30.0
 """For so long an address that did not answer is tried last."""
@@ -432,7 +433,9 @@ class PeerClient:
         if self._closed:
             what = "its client was closed here"
         elif isinstance(error, ssl.SSLCertVerificationError):
-            what = f"its certificate is refused: {error.verify_message}"
+            what = f"its certificate is refused: {error.verify_message}; {CHECK_TLS}"
+        elif isinstance(error, ssl.SSLError):
+            what = f"TLS fails: {error.reason}; {CHECK_TLS}"
         elif isinstance(error, TimeoutError):
             limits = f"{self._connect_s:g} s to connect, {self._stall_s:g} s stalled"
             what = f"no answer in time ({limits})"

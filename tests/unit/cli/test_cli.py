@@ -230,6 +230,23 @@ def test_config_check_looks_for_interfaces_and_secrets(
     assert found(tls, 1) == [("security.tls.key", True), ("security.tls.ca", True)]
 
 
+def test_config_check_shakes_hands_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    leaf = (ca := trustme.CA()).issue_cert("127.0.0.1")
+    files = {"cert": leaf.cert_chain_pems[0], "key": leaf.private_key_pem, "ca": ca.cert_pem}
+    for name, pem in files.items():
+        pem.write_to_path(tmp_path / name)
+    tls = ", ".join(f"{name}: {tmp_path / name}" for name in files)
+    text = f"security: {{tls: {{{tls}}}}}\nnetwork: {{cidr: %s}}"
+    assert check_of(monkeypatch, capsys, text % "127.0.0.1/32", tmp_path)["problems"] == []
+    (bad,) = check_of(monkeypatch, capsys, text % "127.0.0.2/32", tmp_path, code=1)["problems"]
+    assert (bad["key"], bad["fatal"]) == ("security.tls", True)
+    assert "is refused for 127.0.0.2: IP address mismatch" in bad["message"]
+    (bad,) = check_of(monkeypatch, capsys, text % "198.51.100.0/24", tmp_path, code=1)["problems"]
+    assert bad["key"] == "network.cidr"
+
+
 def test_config_check_never_prints_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

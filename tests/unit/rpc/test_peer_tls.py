@@ -102,7 +102,9 @@ def test_a_certificate_of_another_ca(tmp_path: Path, ca: trustme.CA, server_tls:
 
 def test_a_server_of_another_name(tmp_path: Path, ca: trustme.CA, server_tls: TlsSpec):
     other = write(tmp_path / "other", ca, "127.0.0.9", "another.example")
-    assert "certificate is refused: IP address mismatch" in refused(tmp_path, other, server_tls)
+    found = refused(tmp_path, other, server_tls)
+    assert "certificate is refused: IP address mismatch" in found
+    assert "; run `tieredckpt config check` on both hosts" in found
 
 
 def test_an_expired_certificate_on_either_side(tmp_path: Path, ca: trustme.CA, server_tls: TlsSpec):
@@ -210,3 +212,22 @@ def test_somebody_who_never_ends_his_handshake(
         with PeerClient(entry, NAMESPACE, secret, connect_s=30) as client:
             assert client.identify() == HERE
             assert len(server.admission) == 1
+
+
+def test_a_certificate_is_checked_without_a_peer(tmp_path: Path, ca: trustme.CA):
+    good = write(tmp_path / "good", ca, "10.0.0.1", "node1.example")
+    for name in ("10.0.0.1", "node1.example"):
+        auth.check_certificate(good, name)
+    bad = {
+        "IP address mismatch": good,
+        "expired": write(tmp_path / "old", ca, "10.0.0.2", expired=True),
+        "unable to get local issuer": msgspec.structs.replace(
+            good, ca=write(tmp_path / "other", trustme.CA()).ca
+        ),
+        "KEY_VALUES_MISMATCH": msgspec.structs.replace(
+            good, key=write(tmp_path / "two", ca).key
+        ),
+    }  # fmt: skip
+    for why, spec in bad.items():
+        with pytest.raises(AgentError, match=why):
+            auth.check_certificate(spec, "10.0.0.2")
