@@ -255,8 +255,9 @@ def test_an_agent_of_another_version(runtime_dir: Path, monkeypatch: pytest.Monk
             find_or_start(runtime_dir)
         assert "tieredckpt agent stop" in str(caught.value)
         with agent.client() as client:
-            with pytest.raises(AgentError, match=f"speaks API {spoken}, the caller 99"):
+            with pytest.raises(AgentError, match=f"speaks API {spoken}, the caller 99") as caught:
                 client.status()
+            assert f"send the header X-Tieredckpt-Api: {spoken}, or" in str(caught.value)
             client.shutdown()  # an old agent can always be stopped
         assert agent.wait_end() == 0
     assert agent_client.m.API_VERSION == 99

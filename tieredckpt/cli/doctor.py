@@ -13,9 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -32,8 +33,8 @@ from tieredckpt.recovery.folders import ReadOnlyClient, in_daemon
 from tieredckpt.recovery.other_hosts import OtherHosts
 from tieredckpt.rpc.messages.agent import API_VERSION, NamespaceStatus, Status
 from tieredckpt.rpc.messages.base import package_version
-from tieredckpt.storage.backends.file import FileTier
-from tieredckpt.storage.backends.probe import Probed, probe
+from tieredckpt.storage.backends.file import FileTier, folder_of_url
+from tieredckpt.storage.backends.probe import FOLDERS, Probed, probe
 from tieredckpt.storage.base import Scope, Tier
 from tieredckpt.storage.file_io import set_direct
 from tieredckpt.storage.headroom import headroom_of
@@ -51,6 +52,8 @@ APART_WARN_S = 1.0
 """Between two hosts. People compare their times; decisions do not (ARCHITECTURE, invariant 7)."""
 HOSTS_AT_ONCE = 32
 OPEN, CLOCK = "open", "clock"
+PORT = "open its port to this host"
+REPAIR = "repair the tier's folder or store, or correct its url in the configuration"
 
 State = Literal["ok", "warn", "fail"]
 COLOURS: Mapping[State, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -106,8 +109,9 @@ def examine(place: Place) -> Iterator[Finding]:
     except TieredCkptError as error:
         hangs = isinstance(error.__cause__, TimeoutError)
         stop = f"kill -9 its process (id in {place.runtime_dir}/agent.lock); checkpoints stay"
-        fix = stop if hangs else "a job starts one"
-        yield Finding("agent", "fail" if hangs else "warn", one_line(str(error)), fix)
+        fix = stop if hangs else "a job starts one" if config.agent.start == "auto" else "start it"
+        state: State = "fail" if hangs or error.fields.get("foreign") else "warn"
+        yield Finding("agent", state, *_halves(str(error), fix))
     yield from _machine(config, place, status)
     try:
         namespace = place.namespace(status)
@@ -122,22 +126,22 @@ def examine(place: Place) -> Iterator[Finding]:
 
 
 def _finding(check: str, why: str | None, found: str, fix: str, state: State = "fail") -> Finding:
-    return Finding(check, state, why, fix) if why else Finding(check, "ok", found)
+    return Finding(check, state, *_halves(why, fix)) if why else Finding(check, "ok", found)
 
 
 def _machine(config: Config, place: Place, status: Status | None) -> Iterator[Finding]:
     wrong = problems(config, place.runtime_dir, os.environ)
     for each in wrong:
         state: State = "fail" if each.fatal else "warn"
-        yield Finding(each.key, state, *_halves(one_line(each.message)))
+        yield Finding(each.key, state, *_halves(each.message, f"correct that, or {each.key}"))
     if not wrong:
         yield Finding("configuration", "ok", "folders, packages, interfaces and secrets are there")
     folder, total, free = tmpfs_of(place.runtime_dir)
     used = sum(each.slot_bytes for each in status.namespaces) if status is not None else 0
     headroom, wanted = headroom_of(folder), config.memory.capacity_bytes or total // 2
-    found = f"{folder}: {size(total)}, {size(free)} free; memory.capacity {size(wanted)}"
+    found = f"{folder}: {size(total)}, {size(free)} free, memory.capacity {size(wanted)}"
     least = min(total, headroom.available_bytes + used)
-    why = found + f"; only {size(least)} can be had ({headroom.limit})" if least < wanted else None
+    why = found + f", only {size(least)} can be had ({headroom.limit})" if least < wanted else None
     yield _finding("tmpfs", why, found, headroom.advice, "warn")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     low = 0 <= files < FILES_MIN
@@ -168,10 +172,9 @@ def _job(space: NamespaceStatus, moved: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding(f"{name}: copies", "warn", why, "start the job")
             continue
         behind = f"{tier.queued} wait, {size(tier.lag_bytes)} to copy"
-        error, fix = _halves(one_line(tier.error)) if tier.error else (None, "")
-        yield _finding(f"{name}: copies", error, behind, fix)
+        yield _finding(f"{name}: copies", tier.error, behind, REPAIR)
         slow = f"behind by {tier.lag_steps} steps" if tier.alarm or tier.memory_full else None
-        remedy = "as for its copies" if error else "a faster tier, or a longer `every`"
+        remedy = "as for its copies" if tier.error else "a faster tier, or a longer `every`"
         yield _finding(f"{name}: lag", slow, behind, remedy, "warn")
         bad = f"{tier.quarantined} damaged copies" if tier.quarantined else None
         yield _finding(f"{name}: damage", bad, "none known", "tieredckpt verify; check the disk")
@@ -179,17 +182,14 @@ def _job(space: NamespaceStatus, moved: Mapping[str, str]) -> Iterator[Finding]:
     yield _finding("saves", skipped, "none was skipped", "see the log of training", "warn")
     for peer in space.peers:
         if peer.member:
-            away = one_line(peer.error or "no answer") if peer.reachable is False else None
-            yield _finding(
-                f"host {peer.host.host_id}", away, str(peer.address), "open its port to this host"
-            )
+            away = peer.error or "no answer" if peer.reachable is False else None
+            yield _finding(f"host {peer.host.host_id}", away, str(peer.address), PORT)
     if (copies := space.replication) is not None:
         few = copies.possible < copies.replicas
         text = f"{copies.possible} of {copies.replicas}, step {copies.newest_replicated_step}"
-        yield _finding(
-            "replicas", copies.error or (text if few else None), text, "more hosts, or fewer "
-            "memory.replicas", "fail" if copies.error else "warn",
-        )  # fmt: skip
+        why = copies.error or (text if few else None)
+        more = "more hosts, or fewer memory.replicas"
+        yield _finding("replicas", why, text, more, "fail" if copies.error else "warn")
 
 
 def _clocks(place: Place, space: NamespaceStatus) -> Iterator[Finding]:
@@ -204,7 +204,7 @@ def _clocks(place: Place, space: NamespaceStatus) -> Iterator[Finding]:
             try:
                 least_s, most_s = others.client(host).clock(time.time)
             except TieredCkptError as error:
-                return Finding(f"host {host}: clock", "warn", *_halves(one_line(str(error))))
+                return Finding(f"host {host}: clock", "warn", *_halves(str(error), PORT))
             apart_s = max(least_s, -most_s)
             side = "ahead of" if least_s > 0 else "behind"
             why = f"{apart_s:.0f} s {side} this host's" if apart_s > APART_WARN_S else None
@@ -246,20 +246,32 @@ def _try(spec: TierSpec, namespace: str) -> list[Finding]:
         asked = msgspec.structs.replace(asked, scope="shared")
     steps: Probed = {}
     more: list[Finding] = []
+    made: list[Path] = []
     try:
+        made = _missing(spec, namespace) if spec.is_file else []
         with closing(TierPlace(asked, namespace)) as place:
             tier = place.open()
             steps = probe(tier)
             more = [*_direct(name, tier), *_clock(name, tier, spec, steps)]
     except (TieredCkptError, OSError) as error:
         steps[OPEN] = error if isinstance(error, TieredCkptError) else TieredCkptError(str(error))
+    for folder in made:  # a folder made as root would shut out the job's user
+        with suppress(OSError):
+            folder.rmdir()
     failures: dict[str, str] = {}
     for step, failure in steps.items():
         if failure is not None:  # each once, with the first step that it stopped
             failures.setdefault(_message(failure), step)
-    found = [Finding(f"{name}: {step}", "fail", *_halves(text)) for text, step in failures.items()]
+    found = [_finding(f"{name}: {step}", text, "", REPAIR) for text, step in failures.items()]
     tried = ", ".join(step for step, failure in steps.items() if failure is None)
     return [*found, *([] if failures else [Finding(name, "ok", tried)]), *more]
+
+
+def _missing(spec: TierSpec, namespace: str) -> list[Path]:
+    """The folders that :func:`_try` makes, the deepest first. Raises ConfigError."""
+    root = folder_of_url(spec.url) / namespace
+    inner = [root / name for name in FOLDERS]
+    return [each for each in (*inner, root, *root.parents) if not os.path.lexists(each)]
 
 
 def _message(error: TieredCkptError) -> str:
@@ -268,10 +280,10 @@ def _message(error: TieredCkptError) -> str:
     return f"{text}; {NO_ANSWER}" if unreachable and NO_ANSWER not in text else text
 
 
-def _halves(text: str) -> tuple[str, str]:
-    """What is wrong, and what to do, which our messages have after a semicolon."""
-    found, _, fix = text.partition("; ")
-    return (found, fix) if fix else (text, "see the message")
+def _halves(text: str, otherwise: str) -> tuple[str, str]:
+    """What is wrong, and what to do, which most of our messages have after a semicolon."""
+    found, _, fix = one_line(text).partition("; ")
+    return found, fix or otherwise
 
 
 def _direct(name: str, tier: Tier) -> Iterator[Finding]:

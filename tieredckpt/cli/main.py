@@ -22,6 +22,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.rpc.messages.base import package_version
+from tieredckpt.storage.file_io import denied
 
 EXIT_CODES: tuple[tuple[type[TieredCkptError], int], ...] = (
     (ConfigError, 2),
@@ -83,7 +84,7 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         # A full disk or an unreadable folder, which a traceback does not explain better.
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {error}{denied(error)}", err=True)
         # Python flushes the rest at exit, which must not fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

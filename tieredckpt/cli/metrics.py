@@ -56,6 +56,7 @@ def metrics(place: Place, output: Path | None, listen: str | None) -> None:
     if listen is not None:
         if output is not None:
             raise UsageError("--listen serves the metrics, --output writes them: choose one")
+        _read(place)  # another user's agent is an error now, not at each scrape
         _serve(_address(listen), lambda: _read(place)[0])
         return
     text, missing = _read(place)
@@ -68,11 +69,16 @@ def metrics(place: Place, output: Path | None, listen: str | None) -> None:
 
 
 def _read(place: Place) -> tuple[bytes, AgentError | None]:
-    """The metrics now; without an agent that there is none, and why."""
+    """The metrics now; without an agent that there is none, and why.
+
+    Raises AgentError: The agent is another user's, so that nothing is known of it.
+    """
     with place.agent() as client:
         try:
             return client.metrics(), None
         except AgentError as error:
+            if error.fields.get("foreign"):
+                raise
             return exposition(None), error
 
 

@@ -119,11 +119,16 @@ class Place:
         return Folders(tiers, self.runtime_dir, namespace, host_id(os.environ))
 
     def status(self) -> Status | None:
-        """Return the agent's status, or None if no agent runs here."""
+        """Return the agent's status, or None if no agent runs here.
+
+        Raises AgentError: The agent is another user's, which this command cannot ask.
+        """
         try:
             with self.agent() as client:
                 return client.status()
-        except AgentError:
+        except AgentError as error:
+            if error.fields.get("foreign"):
+                raise
             return None
 
     def namespace(self, status: Status | None) -> str:

@@ -134,7 +134,7 @@ def print_status(status: Status) -> None:
     for namespace in status.namespaces:
         for tier in namespace.tiers:
             if tier.alarm or tier.memory_full:
-                full = "no free space for the checkpoints that wait for it"
+                full = "no free slot or space for the checkpoints that wait for it"
                 why = ["lag_alarm is reached"] * tier.alarm + [full] * tier.memory_full
                 shed = f"; shed so far: {tier.dropped_total}" if tier.dropped_total else ""
                 click.secho(

@@ -626,17 +626,21 @@ class AgentClient:
     def _gone(self, error: Exception | None) -> AgentError:
         return AgentError(
             f"no agent answers on {self._path} ({error}): start one with `tieredckpt agent run "
-            f"--runtime-dir {self.runtime_dir}`, or let agent.start be auto; "
-            f"its log is {self.runtime_dir / 'agent.log'}",
+            f"--runtime-dir {self.runtime_dir}`, or let agent.start be auto{self._see_log()}",
             outcome="unknown",
         )
 
     def _timed_out(self, waited_s: float) -> AgentError:
         return AgentError(
             f"the agent on {self._path} did not answer within {waited_s:.3g} s: it is "
-            f"stopped or overloaded; its log is {self.runtime_dir / 'agent.log'}",
+            f"stopped or overloaded{self._see_log()}",
             outcome="unknown",
         )
+
+    def _see_log(self) -> str:
+        """Where its log is; "" if it is not in the runtime folder: a service logs elsewhere."""
+        log = self.runtime_dir / "agent.log"
+        return f" (its log is {log})" if os.path.exists(log) else ""
 
     def _check_fork(self) -> None:
         """Raise UsageError in a forked child of the process that made this client."""

@@ -32,6 +32,7 @@ from tieredckpt.rpc.messages.base import (
     SESSION_HEADER,
     SMALL_BODY_BYTES_MAX,
     encode_error,
+    package_version,
 )
 from tieredckpt.rpc.metrics import METRICS_PATH, TEXT_TYPE, exposition
 
@@ -237,8 +238,10 @@ class AgentServer:
         api = request.headers.get(API_HEADER)
         if api != str(m.API_VERSION) and request.path not in _ANY_API:
             raise AgentError(
-                f"the running agent speaks API {m.API_VERSION}, the caller {api or 'none'}: stop "
-                "it with `tieredckpt agent stop` (checkpoints stay in memory), then retry",
+                f"the running agent speaks API {m.API_VERSION}, the caller {api or 'none'}: send "
+                f"the header {API_HEADER}: {m.API_VERSION}, or install the agent's version "
+                f"({package_version()}); an agent that is the older one can be stopped with "
+                "`tieredckpt agent stop`, checkpoints stay in memory",
                 outcome="not_applied",
             )
 

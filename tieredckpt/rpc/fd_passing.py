@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tieredckpt.errors import AgentError, CapacityError, RemoteProtocolError
+from tieredckpt.storage.file_io import denied
 
 TICKET_CHARS = 32
 TICKET_LIFE_S = 30.0
@@ -86,7 +87,7 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     """A unix socket, connected to a server of this user or root, with this time-out on each call.
 
     Raises:
-        AgentError: Another user's process listens; nothing was sent to it.
+        AgentError: The socket is another user's; nothing was sent to it. Field ``foreign``: True.
         OSError: No process listens (FileNotFoundError, ConnectionRefusedError), or the listener's
             queue stayed full (TimeoutError).
     """
@@ -102,6 +103,11 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
             if time.monotonic() >= until_s:
                 raise TimeoutError(f"the queue of {path} stayed full") from None
             time.sleep(CONNECT_PAUSE_S)
+        except PermissionError as error:
+            sock.close()
+            error.filename = str(path)
+            text = f"cannot connect to {path}: {error.strerror}{denied(error)}"
+            raise AgentError(text, outcome="not_applied", foreign=True) from error
         except OSError:
             sock.close()
             raise
@@ -110,9 +116,10 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     if not is_trusted(uid := peer_uid(sock)):
         sock.close()
         raise AgentError(
-            f"user {uid} listens on {path}, this process runs as {os.geteuid()}: use a "
-            "runtime_dir of your own, or run this process as that user",
+            f"user {uid} listens on {path}, this process runs as {os.geteuid()}; run this "
+            f"process as that user (sudo -u '#{uid}'), or use a runtime_dir of your own",
             outcome="not_applied",
+            foreign=True,
         )
     return sock
 

@@ -29,6 +29,20 @@ from tieredckpt.errors import IntegrityError
 from tieredckpt.storage.base import ByteSource, RangedObject, unavailable
 
 
+def denied(error: OSError) -> str:
+    """If access to a path was denied, whose it is, to be added to a message; else "".
+
+    An error without a path gives "", too. Names the nearest folder or file that can be looked at.
+    """
+    path = error.filename if isinstance(error, PermissionError) else None
+    for each in (Path(path), *Path(path).parents) if isinstance(path, str | Path) else ():
+        with contextlib.suppress(OSError):
+            info = os.lstat(each)
+            owner = f"user {info.st_uid} (mode {stat.S_IMODE(info.st_mode):04o})"
+            return f"; {each} belongs to {owner}, this is user {os.geteuid()}: change owner or mode"
+    return ""
+
+
 class CopyPool:
     """``threads - 1`` persistent threads; the one that calls :meth:`run` is the last.
 

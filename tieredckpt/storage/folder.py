@@ -30,7 +30,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.format.manifest import NAME_PATTERN
 from tieredckpt.storage.base import ObjectInfo, OpenObject, Scope, Tier, damaged, too_large
-from tieredckpt.storage.file_io import OpenFile, open_regular, set_direct
+from tieredckpt.storage.file_io import OpenFile, denied, open_regular, set_direct
 
 
 class Known(TypedDict, total=False):
@@ -76,9 +76,9 @@ def medium(tier: str, doing: str, *, advice: str = "", **known: Unpack[Known]) -
                 available_bytes=0,
                 limit="file system",
             ) from error
-        raise TierUnavailableError(
-            f"cannot {doing}: {error}", tier=tier, outcome=known.get("outcome", "not_applied")
-        ) from error
+        text = f"cannot {doing}: {error}{denied(error)}"
+        outcome = known.get("outcome", "not_applied")
+        raise TierUnavailableError(text, tier=tier, outcome=outcome) from error
 
 
 TMP = "tmp"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tieredckpt.cli.status import print_status
 from tieredckpt.config.reader import to_yaml
 from tieredckpt.config.schema import load_config
 from tieredckpt.errors import TieredCkptError, UsageError
+from tieredckpt.rpc import fd_passing
 from tieredckpt.rpc.messages.agent import Health, NamespaceStatus, Status, TierStatus
 
 YAML = """\
@@ -510,3 +513,41 @@ def test_a_folder_that_may_not_be_searched_is_no_failure_of_the_check(
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
     assert config_command.tmpfs_of(tmp_path / "in" / "run")[0] == tmp_path
+
+
+def test_commands_say_that_they_cannot_ask_another_users_agent(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with fd_passing.listen(runtime_dir / "agent.sock"):
+        monkeypatch.setattr(fd_passing, "peer_uid", lambda sock: 4242)
+        for words in (["ls"], ["verify"], ["status"], ["agent", "metrics"],
+                      ["agent", "metrics", "--listen", "127.0.0.1:0"]):  # fmt: skip
+            assert run(monkeypatch, *words, "--runtime-dir", str(runtime_dir)) == 4, words
+            out, err = capsys.readouterr()
+            assert "user 4242 listens on" in err
+            assert "sudo -u '#4242'" in err
+            assert not out, "nothing is known of it"
+        assert run(monkeypatch, "doctor", "--runtime-dir", str(runtime_dir), "--json") == 1
+        checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
+        assert checks["agent"]["fix"].startswith("run this process as that user")
+
+
+def test_a_socket_that_may_not_be_opened_is_named(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Shut(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fd_passing.socket, "socket", Shut)
+    assert run(monkeypatch, "status", "--runtime-dir", str(runtime_dir)) == 4
+    assert f"agent.sock: Permission denied; {runtime_dir} belongs to" in capsys.readouterr().err
+
+
+def test_a_log_is_named_only_if_there_is_one(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for there in (False, True):
+        assert run(monkeypatch, "status", "--runtime-dir", str(runtime_dir)) == 4
+        assert ("agent.log" in capsys.readouterr().err) == there
+        (runtime_dir / "agent.log").touch()

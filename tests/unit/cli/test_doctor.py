@@ -188,3 +188,19 @@ def test_it_needs_a_namespace_for_tiers(lines: Any, tmp_path: Path, runtime_dir:
     found = lines(file)
     assert "name one with --namespace" in found["namespace"]["fix"]
     assert not (tmp_path / "disk").exists()
+
+
+def test_it_leaves_nothing_behind(lines: Any, tmp_path: Path, runtime_dir: Path):
+    """As root it would shut out the user whose job comes later."""
+    (tmp_path / "there" / "run" / "segments").mkdir(parents=True)
+    tiers = [{"name": name, "url": f"file://{tmp_path}/{name}"} for name in ("there", "a/b")]
+    tiers[1]["name"] = "new"
+    file = written(tmp_path, runtime_dir / "none", *tiers, agent={
+        "runtime_dir": str(runtime_dir / "none"), "start": "never",
+    })  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    found = lines(file)
+    assert found["tier there"]["state"] == found["tier new"]["state"] == "ok"
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not (runtime_dir / "none").exists()
+    assert found["agent"]["fix"] == "start it"

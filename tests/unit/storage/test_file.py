@@ -26,7 +26,7 @@ from tieredckpt.format.segment import BLOCK_BYTES
 from tieredckpt.storage import folder as folder_module
 from tieredckpt.storage.backends.file import FileTier, folder_of_url
 from tieredckpt.storage.base import Scope
-from tieredckpt.storage.file_io import aligned_buffer
+from tieredckpt.storage.file_io import aligned_buffer, denied
 from tieredckpt.testing.tier_suite import SampleSource, sample_segment, segment_name
 
 PLAN = "plans/" + "ab" * 16
@@ -518,3 +518,15 @@ def test_a_tier_that_fails_to_open_does_not_keep_its_lock(
         with pytest.raises(TierUnavailableError, match="does not answer"):
             FileTier("disk", tmp_path, "run")
     FileTier("disk", tmp_path, "run").close()
+
+
+def test_whose_a_folder_is_that_may_not_be_read(tmp_path: Path):
+    tmp_path.chmod(0o700)
+    whose = rf"; {tmp_path} belongs to user {os.geteuid()} \(mode 0700\)"
+    with (
+        pytest.raises(TierUnavailableError, match=whose),
+        folder_module.medium("disk", "list a folder"),
+    ):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "no" / "file"))
+    assert denied(PermissionError(errno.EPERM, "of a descriptor")) == ""
+    assert denied(FileNotFoundError(errno.ENOENT, "not there", str(tmp_path))) == ""

@@ -208,8 +208,8 @@ def _environment() -> dict[str, str]:
 def _failed(runtime: RuntimeDir, what: str, error: Exception | None) -> AgentError:
     reason = f": {error}" if error is not None else ""
     return AgentError(
-        f"the agent for {runtime.path} {what}{reason}. Look at {runtime.log}, or run it in the "
-        f"foreground: `tieredckpt agent run --runtime-dir {runtime.path}`{_log_tail(runtime)}",
+        f"the agent for {runtime.path} {what}{reason}. To see why, run it in the foreground: "
+        f"`tieredckpt agent run --runtime-dir {runtime.path}`{_log_tail(runtime)}",
         outcome="unknown",
     )
 
@@ -221,4 +221,4 @@ def _log_tail(runtime: RuntimeDir) -> str:
             tail = file.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
     except OSError:
         return ""
-    return f"\nThe end of its log:\n{tail}" if tail else ""
+    return f"\nThe end of its log, {runtime.log}:\n{tail}" if tail else ""

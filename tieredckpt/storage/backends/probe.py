@@ -29,6 +29,8 @@ unfinished uploads, the store's time, deleting."""
 
 _PAGE = 4096
 _NO_SAVE = "0" * 32
+FOLDERS = (f"records/{_NO_SAVE}", "records", "segments", "tmp")
+"""What the probe of a folder makes below its root."""
 _NOT_IMPLEMENTED = 501
 _LONG_AGO_S = 1e11
 """Longer ago than any clock shows: unfinished uploads are listed, and none is aborted."""
@@ -41,7 +43,8 @@ def probe(tier: Tier, *, mint: Callable[[], str] = lambda: secrets.token_hex(16)
     """Try all operations of a tier; no object is left if deleting works.
 
     Args:
-        tier: An opened tier, which repeats failed requests as it always does.
+        tier: An opened tier, which repeats failed requests as it always does. Of a folder,
+            :data:`FOLDERS` stay.
         mint: Makes ids of 32 hex digits.
     """
     found: Probed = {}
