@@ -168,8 +168,8 @@ def _job(space: NamespaceStatus, moved: Mapping[str, str]) -> Iterator[Finding]:
     for tier in space.tiers:
         name = f"tier {tier.name}"
         if tier.name in moved:
-            why = one_line(moved[tier.name])
-            yield Finding(f"{name}: copies", "warn", why, "start the job")
+            past = one_line(moved[tier.name])
+            yield Finding(f"{name}: copies", "warn", past, "start the job")
             continue
         behind = f"{tier.queued} wait, {size(tier.lag_bytes)} to copy"
         yield _finding(f"{name}: copies", tier.error, behind, REPAIR)
