@@ -128,7 +128,12 @@ class Listeners:
     """As :class:`tieredckpt.agent.host.listeners.Listeners`, without sockets."""
 
     def __init__(
-        self, runtime: hw.SimRuntime, host_id: str, api: Any, is_live: Callable[[str], bool]
+        self,
+        runtime: hw.SimRuntime,
+        host_id: str,
+        api: Any,
+        is_live: Callable[[str], bool],
+        in_use: Callable[[str], bool],
     ) -> None:
         self._machine = runtime.path.machine
         hw.current.running[-1].front = api
