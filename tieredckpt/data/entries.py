@@ -64,17 +64,29 @@ class Encoded(NamedTuple):
     rest: bytes
 
 
-def mark_of(state: Any) -> bytes:
-    """Identifies the state of a loader.
+def mark_of(value: Any, name: str = "state") -> bytes:
+    """Identifies the state of a loader, or what is named, such as a batch.
 
     Raises:
-        NotPlainError: It holds other things than plain data and tensors; the message names them.
+        UsageError: It holds other things than plain data and CPU tensors that require no gradients;
+            the message names them.
     """
 
-    def content(value: Any) -> tuple[str, Any] | None:
-        return (str(value.dtype), value.tolist()) if type(value) is torch.Tensor else None
+    def content(part: Any) -> tuple[str, Any] | None:
+        if (plain := _plain_tensor(part)) is None:
+            return None
+        raw = plain.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return dtype_name(plain.dtype), [tuple(plain.shape), digest(raw)]
 
-    return digest(encode_plain({"state": state}, content))
+    return digest(encode_plain({name: value}, content))
+
+
+def _plain_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor whose bytes are its values; None: it is none that can be stored."""
+    if type(value) is not torch.Tensor or value.is_cuda or value.requires_grad:
+        return None
+    check_kind("of a batch", value)
+    return value.resolve_conj().resolve_neg()
 
 
 def encode(entry: Entry) -> Encoded:
@@ -87,12 +99,10 @@ def encode(entry: Entry) -> Encoded:
     tensors: list[torch.Tensor] = []
 
     def reference(value: Any) -> tuple[str, Any] | None:
-        if type(value) is not torch.Tensor or value.is_cuda or value.requires_grad:
+        if (plain := _plain_tensor(value)) is None:
             return None
-        check_kind("of a batch", value)
         # A copy, as the loader may use its memory again, and a script may change the batch.
         # Contiguous: a rank that reads it again must compute the same bits.
-        plain = value.resolve_conj().resolve_neg()
         tensors.append(plain.clone(memory_format=torch.contiguous_format))
         return "tensor", len(tensors) - 1
 
