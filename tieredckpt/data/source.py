@@ -218,7 +218,7 @@ class Source:
     def _read(self) -> Any:
         if not self.can_seek:
             return place_of(self.batches)[1]
-        # A resumed DataLoader would have other orders and random numbers in later epochs.
+        # A resumed DataLoader would draw other random numbers in later epochs.
         draws = self._loader.generator.get_state() if isinstance(self._loader, DataLoader) else None
         loader = copy.deepcopy(self._loader.state_dict()) if self._has_state else None
         return self._epoch, self.batches, loader, draws

@@ -143,6 +143,11 @@ def test_a_loader_that_is_right_resumes_on_this_host_and_on_another(make: Make, 
             assert (resumed.batches, resumed.mark) == (step, mark)
             after = load(resumed, len(expected) - step)
             assert [each[:2] for each in after] == [each[:2] for each in expected[step:]]
+        # A state of one that resumed is complete, too.
+        _, mark, state = after[0]
+        again = make()
+        again.seek(mark, state)
+        assert load(again, 1)[0][:2] == expected[step + 1][:2]
 
 
 class FromTheStart(Part):
