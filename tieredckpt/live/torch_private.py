@@ -75,7 +75,7 @@ def check_release() -> None:
     if reason:
         raise UsageError(
             f"live recovery does not run with torch {torch.__version__}, which fails its "
-            f"self-test: {reason}; install torch {' or '.join(TRIED)}, or train without "
+            f"self-test: {reason}; install torch {TRIED[-1]}, or train without "
             "tieredckpt run (engine.load after a restart)"
         ) from cause
 
