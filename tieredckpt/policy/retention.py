@@ -152,9 +152,9 @@ def retain(
     never = _never(candidates, abandoned, unrecoverable, reasons)
     for manifest in (*candidates, *abandoned):
         save_id = manifest.save_id
-        why = (each.get(save_id) for each in (never, reasons, protected))
-        if text := "; ".join(filter(None, why)):
-            reasons[save_id] = text
+        why = [each[save_id] for each in (never, reasons, protected) if save_id in each]
+        if why:
+            reasons[save_id] = "; ".join(why)
     return RetentionPlan(
         keep=tuple(m.save_id for m in (*candidates, *abandoned) if m.save_id in reasons),
         delete=tuple(save_id for save_id in refused if save_id not in reasons),

@@ -48,6 +48,11 @@ def test_protected_stay_and_take_no_room() -> None:
     assert as_steps(plan) == ([4, 3, 1, 9], [8, 2])
 
 
+def test_what_is_protected_without_a_reason_stays() -> None:
+    plan = retain(newest_first(1, 2), [], Keep(last=1), {MADE[0].save_id: ""})
+    assert as_steps(plan) == ([2, 1], [])
+
+
 def test_reasons() -> None:
     busy = dict.fromkeys([MADE[0].save_id, MADE[3].save_id], "it is in use")
     keep = Keep(last=2, every=Every(steps=2))
