@@ -158,12 +158,13 @@ class Listeners:
             if old is not None:
                 self._check_alone(namespace, old, request.session_id)
             # Who comes again (a restarted job) finds the ports where they were.
-            before = old.entry.addresses if old is not None else ()
+            before, served = old.entry.addresses if old is not None else (), list(self._served)
             try:
                 return self._serve(namespace, settings, {request.session_id}, before).entry
             except TieredCkptError:
                 self._served.pop(namespace, None)
-                self.restore(namespace)  # as before: its ports were closed for the new ones
+                for each in (namespace, *served):
+                    self.restore(each)  # as before: ports were closed for the new ones
                 raise
 
     def _check_alone(self, namespace: str, old: _Served, session_id: str) -> None:
