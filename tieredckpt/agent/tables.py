@@ -20,6 +20,8 @@ from tieredckpt.errors import CapacityError, UsageError
 from tieredckpt.rpc.messages.kv import REPLY_BYTES_MAX, Kv, KvReply
 
 UNUSED_S = 600.0
+STOOD_S = 60.0
+"""An agent that has not looked for so long was stopped, with the host or by its job's scheduler."""
 TABLES_MAX = 64
 """Of one namespace: more than the generations of a job that fails again and again in UNUSED_S."""
 NAMESPACES_MAX = 64
@@ -171,6 +173,7 @@ class Tables:
         self._clock = clock
         self.waiting = 0
         self._lock = threading.Lock()
+        self._expired_s = clock()
         self._tables: dict[tuple[str, str], Table] = {}
         """By namespace and name."""
 
@@ -208,9 +211,13 @@ class Tables:
             self._tables = {key: each for key, each in self._tables.items() if key[0] != namespace}
 
     def expire(self) -> None:
-        """Drop the tables that nobody has used for ``UNUSED_S``."""
+        """Drop the tables that nobody has used for ``UNUSED_S``. To be called every few seconds."""
         with self._lock:
-            from_s = self._clock() - UNUSED_S
+            now_s, before_s = self._clock(), self._expired_s
+            from_s, self._expired_s = now_s - UNUSED_S, now_s
+            if now_s - before_s > STOOD_S:  # nobody could use them, and a job may go on now
+                for each in self._tables.values():
+                    each.used_s = now_s
             self._tables = {k: each for k, each in self._tables.items() if each.used_s > from_s}
 
     def _find(self, namespace: str, request: Kv) -> Table:

@@ -14,6 +14,7 @@ from tieredckpt.agent import tables as tables_module
 from tieredckpt.agent.tables import (
     BYTES_MAX,
     REPLIES_BYTES_MAX,
+    STOOD_S,
     TABLE_BYTES_MAX,
     TABLES_MAX,
     UNUSED_S,
@@ -173,16 +174,26 @@ class Clock:
         return self.now_s
 
 
+def passes(clock: Clock, tables: Tables, left_s: float) -> None:
+    """The agent looks every few seconds."""
+    until_s = clock.now_s + left_s
+    while clock.now_s < until_s:
+        clock.now_s = min(until_s, clock.now_s + STOOD_S / 2)
+        tables.expire()
+
+
 def test_a_table_goes_ten_minutes_after_its_last_use():
     clock = Clock()
     tables = Tables(clock)
     first = ask(tables, "set", "k", values=(b"x",)).table_id
     for _ in range(3):
-        clock.now_s += UNUSED_S - 1
-        tables.expire()
+        passes(clock, tables, UNUSED_S - 1)
         assert ask(tables, "count").table_id == first
-    clock.now_s += UNUSED_S
+    clock.now_s += 10 * UNUSED_S  # the whole host was stopped, with the job
     tables.expire()
+    passes(clock, tables, 1.0)
+    assert ask(tables, "count").table_id == first
+    passes(clock, tables, UNUSED_S)
     assert not tables._tables
     assert ask(tables, "count").table_id != first
 
@@ -331,6 +342,13 @@ def test_pages_of_a_watch():
     assert reply.number == revision
     assert len(sizes) == 2
     assert max(sizes) <= REPLY_BYTES_MAX
+
+
+@pytest.mark.parametrize("keys", [(), ("k",)])
+def test_a_host_whose_pages_never_end_is_refused(keys: tuple[str, ...]):
+    page = KvReply(table_id="t", keys=keys, values=(b"v",) * len(keys), more=True)
+    with pytest.raises(RemoteProtocolError, match="pages"):
+        watch(lambda _: page, kv("watch"))
 
 
 def test_a_value_that_no_reply_can_have_is_refused():

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from tieredckpt.errors import RemoteProtocolError
 from tieredckpt.format.manifest import Name
 from tieredckpt.rpc.messages import base
 from tieredckpt.rpc.messages.base import SMALL_BODY_BYTES_MAX, Count, NodeRequest, PeerRequest
@@ -17,6 +18,8 @@ KEYS_MAX = 4096
 KEY_CHARS_MAX = 4096
 REPLY_BYTES_MAX = 8 << 20
 """Of the keys and values in one reply."""
+PAGES_MAX = 16
+"""Replies that have all of a table: more than a full one needs, also if it changes meanwhile."""
 
 Op = Literal[
     "set", "append", "get", "check", "add", "compare_set", "delete", "count", "watch", "push",
@@ -94,9 +97,16 @@ class Kv(NodeRequest[KvReply], frozen=True):
 
 
 def watch(ask: Callable[[Kv], KvReply], request: Kv) -> KvReply:
-    """All pages of a "watch" as one reply; its number is of the first: no change is missed."""
+    """All pages of a "watch" as one reply; its number is of the first: no change is missed.
+
+    Raises RemoteProtocolError: There are more than a table has.
+    """
     reply = page = ask(request)
+    pages = 1
     while page.more:
+        pages += 1
+        if pages > PAGES_MAX:
+            raise RemoteProtocolError(f"table {request.table} has more than {PAGES_MAX} pages")
         page = ask(msgspec.structs.replace(request, keys=page.keys[-1:], wait_s=0.0))
         keys, values = reply.keys + page.keys, reply.values + page.values
         reply = msgspec.structs.replace(reply, keys=keys, values=values)
