@@ -541,12 +541,18 @@ class AgentClient:
         )
 
     def _open_again(self, until_s: float) -> None:
-        with self._session_lock:
+        left_s = max(0.0, until_s - time.monotonic())
+        # Another thread may have longer to wait for an agent that hangs.
+        if not self._session_lock.acquire(timeout=left_s):
+            raise self._timed_out(left_s)
+        try:
             self._setup_pending = True
             self._open(self._opened(), until_s)
             for verb, request in list(self._setup.items()):
                 self._request("POST", self._path_of(verb, None), request.encode(), until_s)
             self._setup_pending = False
+        finally:
+            self._session_lock.release()
 
     def _request(
         self,

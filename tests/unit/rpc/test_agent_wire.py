@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -369,3 +370,13 @@ def test_a_restarted_agent_is_sent_the_other_hosts_until_it_has_received_them(tm
     for _ in range(2):
         client._call("GET", "/v1/namespaces/run/holdings")
     assert client.received == 1
+
+
+def test_a_request_does_not_wait_for_one_that_opens_the_session_again(tmp_path: Path):
+    """The agent hangs, and the other one may wait for it as long as a save."""
+    client = OfARestartedAgent(tmp_path)
+    client._setup_pending, client._deadline_s = True, 0.05
+    with ThreadPoolExecutor(1) as pool, client._session_lock:
+        asked = pool.submit(client._call, "GET", "/v1/status")
+        with pytest.raises(AgentError, match="did not answer within"):
+            asked.result(10)
