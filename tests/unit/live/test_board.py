@@ -41,8 +41,8 @@ def test_the_keys_of_a_generation_stay_while_its_ranks_do_not_use_them(*, ends: 
     second = Decision(term=TERM, number=4, generation=2, began=(TERM, 4), hosts=(HOST,))
     asked = Kv(table=first.table_of("job"), op="set", keys=("k",), values=(b"x",))
     before = agent.call(asked)
-    for _ in range(10):
-        agent.now_s += UNUSED_S / 2
+    for _ in range(40):
+        agent.now_s += UNUSED_S / 20
         decision = second if ends else first
         record = Record(leader="h0", term=TERM, decision=decision, trains=True, sizes="")
         board.put(record, View(), ())
