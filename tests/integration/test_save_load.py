@@ -754,4 +754,6 @@ def test_a_second_start_is_refused_beside_one_that_saves(
         monkeypatch.setenv("TIEREDCKPT_TAKE_OVER", "true")
         Engine.open(config(runtime_dir)).close()
     names = [{"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "x", "JOBSET_NAME": "y"}]
-    assert [open_module._job(each) for each in names] == [f"pid {os.getpid()}", "y"]
+    assert [open_module._job(each) for each in names] == [
+        f"pid {os.getpid()}", "JOBSET_NAME=y\nTORCHELASTIC_RUN_ID=x",
+    ]  # fmt: skip

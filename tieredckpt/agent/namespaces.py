@@ -212,9 +212,10 @@ class Registry:
     def _check_ended(self, other: Session, request: m.OpenSession, namespace: Namespace) -> None:
         """Raises NamespaceInUseError if another job saves here, which this one's would end."""
         opened, age_s = other.opened, self._clock() - other.sealed_s
-        if opened is None or request.take_over or "" in (jobs := {opened.job, request.job}):
+        if opened is None or request.take_over or not (opened.job and request.job):
             return
-        if len(jobs) > 1 and age_s < SAVES_S and self._leases.is_held(other.session_id):
+        is_other = set(opened.job.splitlines()).isdisjoint(request.job.splitlines())
+        if is_other and age_s < SAVES_S and self._leases.is_held(other.session_id):
             newest = namespace.newest()
             raise NamespaceInUseError(
                 f"process {opened.pid} of host {self._host_id} saves into {namespace.name} (last "

@@ -105,11 +105,11 @@ def open_together(
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """What a restart by the launcher keeps; without a launcher's job, this process of rank 0."""
-    names = (
-        environ.get(each, "") for each in ("SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
-    )
-    return next((name for name in names if name not in ("", "none")), f"pid {os.getpid()}")[:256]
+    """Lines of which a restart by a launcher keeps one; without any, this process of rank 0."""
+    names = ("SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
+    found = [f"{name}={environ[name][:256]}" for name in names
+             if environ.get(name, "none") not in ("", "none")]  # fmt: skip
+    return "\n".join(found) or f"pid {os.getpid()}"
 
 
 def _open(

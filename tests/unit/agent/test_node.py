@@ -1053,6 +1053,7 @@ def test_a_second_job_is_refused_while_the_first_one_saves(host: Host):
         ):
             opens("slurm-2")
         opens("slurm-1").close()  # the launcher's restart, beside a process that hangs
+        opens("other\nslurm-1").close()  # of two launchers' names one is the same
         opens("slurm-2", run=first.client.run_id).close()  # a run of several jobs
         host.trainer().close()
         with opens("slurm-2", take_over=True):

@@ -98,8 +98,9 @@ class OpenSession(Request[SessionOpened], frozen=True):
     local_rank: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     local_world_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     pid: int = 0
-    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """The launcher's job, which a restart keeps, else the process of rank 0; "": not known."""
+    job: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+    """Names of the job by its launchers, of which a restart keeps one, in lines; else the process
+    of rank 0; "": not known."""
     take_over: bool = False
     """Also from another job that saves."""
 
