@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from tieredckpt.agent.host.runtime import host_id
-from tieredckpt.cli.checkpoints.ls import Listing, make_listing
+from tieredckpt.cli.checkpoints.ls import make_listing
 from tieredckpt.cli.output import (
     count,
     one_line,
@@ -327,10 +327,10 @@ def _plain(manifest: Manifest) -> dict[str, object]:
 def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Place) -> None:
     """Delete a namespace, or one checkpoint of it, from tiers. This cannot be undone.
 
-    It asks twice: whether to delete what it lists, and for the namespace's name. Checkpoints that
-    are pinned or cannot be read stay, and with them the namespace. Refused while this host's memory
-    has the namespace (see `tieredckpt agent purge`), and if something was copied to a shared tier
-    within takeover_after (1 min). Memory and disks of other hosts are not changed.
+    It asks twice: whether to delete what it lists, and for the namespace's name. Pinned checkpoints
+    stay, and with them the namespace. Refused while this host's memory has the namespace (see
+    `tieredckpt agent purge`), and if something was copied to a shared tier within takeover_after
+    (1 min). Memory and disks of other hosts are not changed.
 
     \b
     Examples:
@@ -343,9 +343,18 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
     if not tiers:
         raise ConfigError(f"the configuration has no tier {tier_name}", key="tiers")
     name = place.namespace(place.status())
+    if name in namespaces(place.runtime_dir):
+        raise UsageError(
+            f"this host's memory has namespace {name}, and would be copied there again: end its "
+            f"job, and run `tieredckpt agent purge --namespace {name}` before"
+        )
+    with closing(place.folders(name)) as folders:  # of all tiers: a pin may be in another one
+        listing = make_listing(folders.holdings())
+        for away, why in listing.unavailable.items():
+            raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
+        for spec in tiers:
+            _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
     names = {each.name for each in tiers}
-    listing = _idle(place, name, tiers)
-    unread = [each for each in listing.unreadable if each["tier"] in names]
     chosen = listed = [each for each in listing.checkpoints if names & each.tiers.keys()]
     if which is not None:
         fits = _fitting([each.manifest for each in listed], which, stream)
@@ -360,46 +369,19 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
         click.echo(f"tier {spec.name}, {spec.url}: {what}", err=True)
     for each in pinned:
         click.echo(f"step {each.step} ({short(each.save_id)}) is pinned, and stays", err=True)
-    for bad in unread:
-        text = f"{bad['tier']}: {short(bad['save_id'])} stays, it cannot be read"
-        click.echo(f"{text}: {one_line(bad['error'])}", err=True)
     if not yes:
         click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
     if click.prompt("The name of the namespace", err=True) != name:
         raise UsageError("this is another name: nothing is deleted")
-    now = _idle(place, name, tiers)  # the answers may have taken hours
-    if _shown(now) != _shown(listing):
-        raise UsageError("something has changed since this was listed: nothing is deleted")
     others = {ref.id for e in listed if e.manifest not in going for ref in e.manifest.segments}
     ids = {each.save_id for each in going} | {ref.id for m in going for ref in m.segments} - others
     for spec in tiers:
         with closing(open_tier(spec, name, read_only=False)) as tier:
-            _delete(tier, None if which is None and not pinned and not unread else ids)
+            _delete(tier, None if which is None and not pinned else ids)
     if place.as_json:
         print_json(namespace=name, deleted=[*map(_plain, going)], pinned=[*map(_plain, pinned)])
     else:
         click.echo(f"deleted: {count(len(going), 'checkpoint')}")
-
-
-def _idle(place: Place, name: str, tiers: Sequence[TierSpec]) -> Listing:
-    """What all tiers have: a pin may be in another one. Raises if a job may fill ``tiers``."""
-    if name in namespaces(place.runtime_dir):
-        raise UsageError(
-            f"this host's memory has namespace {name}, and would be copied there again: end its "
-            f"job, and run `tieredckpt agent purge --namespace {name}` before"
-        )
-    with closing(place.folders(name)) as folders:
-        listing = make_listing(folders.holdings())
-        for away, why in listing.unavailable.items():
-            raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
-        for spec in tiers:
-            _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
-    return listing
-
-
-def _shown(listing: Listing) -> list[object]:
-    """What the answers are about."""
-    return [(each.manifest, each.tiers, each.pinned) for each in listing.checkpoints]
 
 
 def _check_quiet(tier: Tier, within_s: float) -> None:
