@@ -142,9 +142,8 @@ def next_save(tiers: Sequence[TierSpec], line: Sequence[Manifest]) -> Manifest |
     newest = line[0]
     # In one attempt the numbers of saves tell how many are missing between two.
     pairs = [
-        (a, b, max(1, a.seq - b.seq) if a.attempt == b.attempt else 1)
-        for a, b in itertools.pairwise(line)
-    ]
+        (a, b, max(1, a.seq - b.seq)) for a, b in itertools.pairwise(line) if a.attempt == b.attempt
+    ] or [(line[0], line[1], 1)]
     steps = statistics.median((a.step - b.step) / n for a, b, n in pairs)
     seconds = statistics.median((a.created_at_s - b.created_at_s) / n for a, b, n in pairs)
     step, now_s = newest.step + max(1, round(steps)), newest.created_at_s + max(0.0, seconds)

@@ -102,5 +102,10 @@ def test_the_next_save_is_as_far_as_saves_usually_are_apart() -> None:
     assert again is not None
     assert (again.step, again.tiers) == (37, ("c",))
     assert next_save(tiers, line[:1]) is None
+    attempt = msgspec.structs.replace(made[6].attempt, number=2)
+    after = [msgspec.structs.replace(made[6], attempt=attempt, step=60), *line[1:3]]
+    later = next_save(tiers, after)
+    assert later is not None
+    assert later.step == 65, "how many are missing before a restart is not known"
     back = [msgspec.structs.replace(line[0], step=3, created_at_s=0.0), line[1]]
     assert [(m.step, m.created_at_s) for m in [next_save(tiers, back)] if m] == [(4, 0.0)]
