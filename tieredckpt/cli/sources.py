@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import msgspec
 from tieredckpt.agent.host.runtime import default_runtime_dir, host_id
 from tieredckpt.cli.output import one_line
 from tieredckpt.config.schema import Config, load_config, resolve_namespace
+from tieredckpt.config.sections import parsed
 from tieredckpt.errors import AgentError, ConfigError, NotFoundError, UsageError
-from tieredckpt.format.manifest import Manifest
+from tieredckpt.format.manifest import Manifest, check_name
 from tieredckpt.recovery.evidence import known_manifests
 from tieredckpt.recovery.folders import Folders, ReadOnlyClient, namespaces
 from tieredckpt.recovery.other_hosts import AllHoldings, OtherHosts
@@ -132,9 +134,12 @@ class Place:
             return None
 
     def namespace(self, status: Status | None) -> str:
-        """Return the namespace of the command. Raises ConfigError: it is ambiguous or missing."""
+        """Return the namespace of the command.
+
+        Raises ConfigError: it is ambiguous, missing, or no name.
+        """
         if self.named:
-            return self.named
+            return parsed("--namespace", self.named, partial(check_name, what="namespace"))
         if self.config is not None:
             return resolve_namespace(self.config.namespace, os.environ)
         known = (

@@ -7,20 +7,22 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 
 from tests.format.samples import hex_id, save_record, small_manifest
 from tieredckpt.cli.main import main
+from tieredckpt.errors import TierUnavailableError
 from tieredckpt.format.manifest import encode_manifest
 from tieredckpt.format.records import encode_save_record, encode_tombstone
 from tieredckpt.storage.backends.file import FileTier
-from tieredckpt.storage.base import Scope, manifest_key, record_key, segment_key
+from tieredckpt.storage.base import ObjectInfo, Scope, manifest_key, record_key, segment_key
 from tieredckpt.storage.shared.catalog import SharedCatalog
 from tieredckpt.storage.shared.records import tombstone_of
 
@@ -141,6 +143,64 @@ def test_a_namespace_goes_after_two_answers(tier: FileTier, purge: Purge):
     assert (code, "deleted: 3 checkpoints" in out) == (0, True)
     assert "3 checkpoints" in err
     assert not tier.root.exists()
+
+
+def test_what_is_not_ours_stays(tier: FileTier, tmp_path: Path, purge: Purge):
+    """A folder beside the namespaces, and a file in one."""
+    foreign = tmp_path / "shared" / "records" / "segments" / "a.wav"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_bytes(b"a")
+    code, _, err = purge("--tier", "all", "--yes", "--namespace", "records", typed="records\n")
+    assert (code, "nothing of namespace records" in err, foreign.exists()) == (1, True, True)
+    assert purge("--tier", "s3", "--yes", "--namespace", "../shared", typed="../shared\n")[0] == 2
+    note = tier.root / "note.txt"
+    note.write_text("n")
+    assert purge("--tier", "s3", "--yes")[0] == 0
+    assert list(tier.root.rglob("*")) == [note]
+
+
+def test_a_pin_counts_that_the_scan_could_not_read(
+    tier: FileTier, purge: Purge, monkeypatch: pytest.MonkeyPatch
+):
+    pin = msgspec.structs.replace(save_record("pin"), stream=SECOND.stream, save_id=SECOND.save_id)
+    SharedCatalog(tier).put_record(encode_save_record(pin))
+    listed, failed = FileTier.list, []
+
+    def fails_once(self: FileTier, prefix: str) -> Iterator[ObjectInfo]:
+        if prefix == "records/" and self.name == "s3" and not failed:
+            failed.append(prefix)
+            raise TierUnavailableError("slow down", tier="s3")
+        return listed(self, prefix)
+
+    monkeypatch.setattr(FileTier, "list", fails_once)
+    assert purge("--tier", "s3", "--yes")[0] == 0
+    assert (failed, held(tier)) == (["records/"], {2})
+
+
+def test_a_job_that_begins_before_the_answer(
+    tier: FileTier, purge: Purge, monkeypatch: pytest.MonkeyPatch
+):
+    def prompt(*_: object, **__: object) -> str:
+        tier.put(segment_key(hex_id(99)), b"another one")
+        return NAME
+
+    monkeypatch.setattr(click, "prompt", prompt)
+    code, _, err = purge("--tier", "s3", "--yes")
+    assert (code, "a job copied to tier s3" in err) == (2, True)
+    assert held(tier) == {FIRST.step, 2, 3}
+
+
+def test_the_last_copies_and_what_cannot_be_read_are_named(
+    tier: FileTier, tmp_path: Path, purge: Purge
+):
+    with closing(FileTier("disk", tmp_path / "disk", NAME)) as disk:
+        disk.put(manifest_key(SECOND.stream, SECOND.save_id), encode_manifest(SECOND))
+    tier.put(manifest_key(THIRD.stream, hex_id(96)), b"of a later release")
+    age(tier)
+    _, _, err = purge("--tier", "s3", typed="n\n")
+    for each in (SECOND, THIRD):  # disk has the manifest of one alone
+        assert f"step {each.step} ({each.save_id[:8]}) goes, and no other tier has it whole" in err
+    assert f"unreadable in s3, and goes: {hex_id(96)[:8]}" in err
 
 
 def test_a_tier_that_a_job_fills_is_refused(tier: FileTier, purge: Purge):

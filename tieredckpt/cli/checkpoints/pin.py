@@ -11,10 +11,9 @@ import operator
 import os
 import re
 import secrets
-import shutil
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ import click
 import msgspec
 
 from tieredckpt.agent.host.runtime import host_id
-from tieredckpt.cli.checkpoints.ls import make_listing
+from tieredckpt.cli.checkpoints.ls import Listed, Listing, make_listing
 from tieredckpt.cli.output import (
     count,
     one_line,
@@ -49,10 +48,11 @@ from tieredckpt.format.manifest import Manifest
 from tieredckpt.format.records import Cause, SaveRecord, encode_save_record
 from tieredckpt.policy.retention import size_of, standing_marks
 from tieredckpt.recovery.evidence import known_manifests, read_records
-from tieredckpt.recovery.folders import namespaces, open_tier
+from tieredckpt.recovery.folders import Folders, namespaces, open_tier
 from tieredckpt.rpc.messages.agent import PIN_WAIT_S_MAX, AddRecord
-from tieredckpt.storage.backends.file import FileTier
+from tieredckpt.storage.backends.file import LOCK, FileTier
 from tieredckpt.storage.base import Scope, Tier
+from tieredckpt.storage.catalog import Catalog
 from tieredckpt.storage.shared.catalog import SharedCatalog, take_back
 
 TIMEOUT_S = 15.0
@@ -348,40 +348,80 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
             f"this host's memory has namespace {name}, and would be copied there again: end its "
             f"job, and run `tieredckpt agent purge --namespace {name}` before"
         )
-    with closing(place.folders(name)) as folders:  # of all tiers: a pin may be in another one
-        listing = make_listing(folders.holdings())
-        for away, why in listing.unavailable.items():
-            raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
+    with closing(place.folders(name)) as folders:
+        listing = _listed(folders, configured)
+        tiers = [each for each in tiers if _has_any(folders.catalog(each.name))]
         for spec in tiers:
             _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
     names = {each.name for each in tiers}
+    if not names:
+        raise NotFoundError(f"tier {tier_name} has nothing of namespace {name}", key=name)
     chosen = listed = [each for each in listing.checkpoints if names & each.tiers.keys()]
     if which is not None:
         fits = _fitting([each.manifest for each in listed], which, stream)
         if len(fits) != 1:
-            raise NotFoundError(f"{count(len(fits), 'checkpoint')} fit {which}", key=which)
+            found = ", ".join([count(len(fits), "checkpoint"), *(each.save_id for each in fits)])
+            raise NotFoundError(f"{which} fits {found}", key=which)
         chosen = [each for each in listed if each.manifest == fits[0]]
     going = [each.manifest for each in chosen if each.pinned is None]
     pinned = [each.manifest for each in chosen if each.pinned is not None]
+    whole = which is None and not pinned
     for spec in tiers:
         sizes = [size_of(e.manifest) for e in chosen if e.pinned is None and spec.name in e.tiers]
         what = f"{count(len(sizes), 'checkpoint')}, {size(sum(sizes))}"
         click.echo(f"tier {spec.name}, {spec.url}: {what}", err=True)
-    for each in pinned:
-        click.echo(f"step {each.step} ({short(each.save_id)}) is pinned, and stays", err=True)
+    _warn(chosen, names, listing.unreadable if whole else [])
     if not yes:
         click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
     if click.prompt("The name of the namespace", err=True) != name:
         raise UsageError("this is another name: nothing is deleted")
     others = {ref.id for e in listed if e.manifest not in going for ref in e.manifest.segments}
     ids = {each.save_id for each in going} | {ref.id for m in going for ref in m.segments} - others
-    for spec in tiers:
-        with closing(open_tier(spec, name, read_only=False)) as tier:
-            _delete(tier, None if which is None and not pinned else ids)
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(closing(open_tier(each, name, read_only=False))) for each in tiers
+        ]
+        for spec, tier in zip(tiers, opened, strict=True):  # a job may have begun since
+            _check_quiet(tier, spec.takeover_after_s)
+        for tier in opened:
+            _delete(tier, None if whole else ids)
     if place.as_json:
         print_json(namespace=name, deleted=[*map(_plain, going)], pinned=[*map(_plain, pinned)])
     else:
         click.echo(f"deleted: {count(len(going), 'checkpoint')}")
+
+
+def _listed(folders: Folders, tiers: Sequence[TierSpec]) -> Listing:
+    """All checkpoints, with the pins of all tiers. Raises TierUnavailableError."""
+    holdings = folders.holdings()
+    for away, why in make_listing(holdings).unavailable.items():
+        raise TierUnavailableError(f"nothing is deleted: {one_line(why)}", tier=away)
+    records: list[bytes] = []
+    for each in tiers:  # holdings leave out the records of a tier that fails meanwhile
+        catalog = folders.catalog(each.name)
+        catalog.read_records()
+        records += catalog.encoded_records(catalog.record_ids())
+    return make_listing(msgspec.structs.replace(holdings, records=tuple(records)))
+
+
+def _has_any(catalog: Catalog) -> bool:
+    """Whether there is anything of ours: a folder of this name may be another program's."""
+    listed = any(True for _ in catalog.listed_segments())
+    return listed or bool(catalog.attempts() or catalog.manifests() or catalog.unreadable())
+
+
+def _warn(chosen: Sequence[Listed], names: set[str], unread: Sequence[dict[str, str]]) -> None:
+    """Name what goes for ever, what stays, and what cannot be read and goes, too."""
+    for each in chosen:
+        what = f"{each.manifest.stream} step {each.manifest.step} ({short(each.manifest.save_id)})"
+        if each.pinned is not None:
+            click.echo(f"{what} is pinned, and stays", err=True)
+        elif "whole" not in (each.tiers | dict.fromkeys(names, "")).values():
+            click.echo(f"{what} goes, and no other tier has it whole", err=True)
+    for bad in unread:
+        if bad["tier"] in names:
+            text = f"unreadable in {bad['tier']}, and goes: {short(bad['save_id'])}"
+            click.secho(text, fg="yellow", err=True)
 
 
 def _check_quiet(tier: Tier, within_s: float) -> None:
@@ -399,7 +439,11 @@ def _delete(tier: Tier, ids: set[str] | None) -> None:
         keys = [info.key for info in tier.list(kind)]
         tier.delete_many([k for k in keys if ids is None or ids.intersection(re.split("[/.]", k))])
     if ids is None and isinstance(tier, FileTier):
-        shutil.rmtree(tier.root, ignore_errors=True)
+        tier.sweep()
+        (tier.root / LOCK).unlink(missing_ok=True)
+        for folder, _, _ in os.walk(tier.root, topdown=False):
+            with suppress(OSError):  # files that are not ours stay
+                os.rmdir(folder)
 
 
 # --- marks --------------------------------------------------------------------------------------
