@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 REQUEST_S = 10.0
-"""Longest a scrape may take; the next one waits for it."""
+"""Longest that a scrape waits for its client each time; the next scrape waits for it."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -101,6 +103,9 @@ def _serve(address: tuple[str, int], read: Callable[[], bytes]) -> None:
         server = make_server(*address, answer, handler_class=_Handler)
     except OSError as error:
         raise UsageError(f"cannot listen on {':'.join(map(str, address))}: {error}") from error
+    # Without a handler the first process of a container ignores it. A handler that raises would be
+    # lost in a request, and only another thread may end the loop.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
     with server:
         click.echo(f"metrics at http://{address[0]}:{server.server_port}/metrics", err=True)
         server.serve_forever()

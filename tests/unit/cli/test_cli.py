@@ -5,8 +5,11 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import trustme
 from tieredckpt.agent.host import runtime
 from tieredckpt.agent.host.runtime import MEMORY_FILE_SYSTEMS
 from tieredckpt.cli import config as config_command
+from tieredckpt.cli import metrics
 from tieredckpt.cli.main import EXIT_CODES, cli, main
 from tieredckpt.cli.output import print_json, print_table, size
 from tieredckpt.cli.status import print_status
@@ -530,6 +534,19 @@ def test_commands_say_that_they_cannot_ask_another_users_agent(
         assert run(monkeypatch, "doctor", "--runtime-dir", str(runtime_dir), "--json") == 1
         checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
         assert checks["agent"]["fix"].startswith("run this process as that user")
+
+
+def test_metrics_are_served_until_sigterm(monkeypatch: pytest.MonkeyPatch):
+    """Also by the first process of a container, whose SIGTERM does nothing without a handler."""
+    monkeypatch.setattr(metrics.click, "echo", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch = threading.Timer(30, lambda: os.kill(os.getpid(), signal.SIGINT))
+    watch.start()
+    try:
+        metrics._serve(("127.0.0.1", 0), bytes)
+    finally:
+        watch.cancel()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_socket_that_may_not_be_opened_is_named(
