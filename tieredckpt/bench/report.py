@@ -84,7 +84,7 @@ def of_saves(result: Result) -> list[Table]:
         for level in result.levels
     ]
     columns = ("", "checkpoints", "complete after (median)", "longest")
-    title = f"The way of a checkpoint, from the begin of its {ASYNC}"
+    title = f"The way of a checkpoint, from the start of its {ASYNC}"
     return [stall, _table(title, columns, ways)]
 
 

@@ -355,7 +355,7 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
             _check_quiet(folders.catalog(spec.name).tier, spec.takeover_after_s)
     names = {each.name for each in tiers}
     if not names:
-        raise NotFoundError(f"tier {tier_name} has nothing of namespace {name}", key=name)
+        raise NotFoundError(f"nothing of namespace {name} is there (--tier {tier_name})", key=name)
     chosen = listed = [each for each in listing.checkpoints if names & each.tiers.keys()]
     if which is not None:
         fits = _fitting([each.manifest for each in listed], which, stream)
