@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -141,7 +142,7 @@ def test_a_namespace_goes_after_two_answers(tier: FileTier, purge: Purge):
     assert held(tier) == {FIRST.step, 2, 3}
     code, out, err = purge("--tier", "s3", typed=f"y\n{NAME}\n")
     assert (code, "deleted: 3 checkpoints" in out) == (0, True)
-    assert "3 checkpoints" in err
+    assert re.search(r"3 checkpoints, 2 GiB, the newest saved \d+ .* ago\n", err)
     assert not tier.root.exists()
 
 
@@ -151,7 +152,11 @@ def test_what_is_not_ours_stays(tier: FileTier, tmp_path: Path, purge: Purge):
     foreign.parent.mkdir(parents=True)
     foreign.write_bytes(b"a")
     code, _, err = purge("--tier", "all", "--yes", "--namespace", "records", typed="records\n")
-    assert (code, "nothing of namespace records is there" in err, foreign.exists()) == (1, True, True)
+    assert (code, "nothing of namespace records is there" in err, foreign.exists()) == (
+        1,
+        True,
+        True,
+    )
     assert purge("--tier", "s3", "--yes", "--namespace", "../shared", typed="../shared\n")[0] == 2
     note = tier.root / "note.txt"
     note.write_text("n")

@@ -23,6 +23,7 @@ import msgspec
 from tieredckpt.agent.host.runtime import host_id
 from tieredckpt.cli.checkpoints.ls import Listed, Listing, make_listing
 from tieredckpt.cli.output import (
+    age,
     count,
     one_line,
     print_json,
@@ -367,9 +368,11 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
     pinned = [each.manifest for each in chosen if each.pinned is not None]
     whole = which is None and not pinned
     for spec in tiers:
-        sizes = [size_of(e.manifest) for e in chosen if e.pinned is None and spec.name in e.tiers]
-        what = f"{count(len(sizes), 'checkpoint')}, {size(sum(sizes))}"
-        click.echo(f"tier {spec.name}, {spec.url}: {what}", err=True)
+        here = [e.manifest for e in chosen if e.pinned is None and spec.name in e.tiers]
+        what = f"{count(len(here), 'checkpoint')}, {size(sum(map(size_of, here)))}"
+        # A job that saves rarely is not noticed otherwise.
+        last = f", the newest saved {age(max(m.created_at_s for m in here))}" if here else ""
+        click.echo(f"tier {spec.name}, {spec.url}: {what}{last}", err=True)
     _warn(chosen, names, listing.unreadable if whole else [])
     if not yes:
         click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
