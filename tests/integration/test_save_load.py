@@ -387,7 +387,7 @@ def test_pickles_that_run_code_are_refused(runtime_dir: Path):
     with Engine.open(config(runtime_dir)) as engine:
         with pytest.warns(UserWarning, match=r"'v' contains pathlib.*Path"):
             save(engine, 1, {"v": Path})
-        with pytest.raises(UsageError, match=r"pathlib\.Path"):
+        with pytest.raises(UsageError, match=r"pathlib(\._local)?\.Path"):
             engine.load({"v": None})
     with Engine.open(config(runtime_dir), unsafe_pickle=True) as engine:
         back = {"v": None}

@@ -195,6 +195,21 @@ def test_a_job_that_begins_before_the_answer(
     assert held(tier) == {FIRST.step, 2, 3}
 
 
+def test_a_pin_that_is_set_before_the_answer(
+    tier: FileTier, purge: Purge, monkeypatch: pytest.MonkeyPatch
+):
+    pin = msgspec.structs.replace(save_record("pin"), stream=SECOND.stream, save_id=SECOND.save_id)
+
+    def prompt(*_: object, **__: object) -> str:
+        SharedCatalog(tier).put_record(encode_save_record(pin))
+        return NAME
+
+    monkeypatch.setattr(click, "prompt", prompt)
+    code, _, err = purge("--tier", "s3", "--yes")
+    assert (code, "something has changed since this was listed" in err) == (2, True)
+    assert held(tier) == {FIRST.step, 2, 3}
+
+
 def test_the_last_copies_and_what_cannot_be_read_are_named(
     tier: FileTier, tmp_path: Path, purge: Purge
 ):

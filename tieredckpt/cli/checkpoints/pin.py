@@ -378,6 +378,9 @@ def purge(which: str | None, tier_name: str, stream: str, yes: bool, place: Plac
         click.confirm(f"Delete this of namespace {name}?", abort=True, err=True)
     if click.prompt("The name of the namespace", err=True) != name:
         raise UsageError("this is another name: nothing is deleted")
+    with closing(place.folders(name)) as folders:  # the answers may have taken hours
+        if _listed(folders, configured).checkpoints != listing.checkpoints:
+            raise UsageError("something has changed since this was listed: nothing is deleted")
     others = {ref.id for e in listed if e.manifest not in going for ref in e.manifest.segments}
     ids = {each.save_id for each in going} | {ref.id for m in going for ref in m.segments} - others
     with ExitStack() as stack:

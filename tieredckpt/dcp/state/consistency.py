@@ -138,9 +138,9 @@ def _value_digests(
         blob = written.get(name)
         if blob is None:
             value = _resolve(planner, item)
-            if not hasattr(value, "getbuffer"):
+            if not hasattr(value, "getvalue"):
                 continue
-            blob = value.getbuffer()
+            blob = memoryview(value.getvalue())
         if not of_rank:
             _check_not_inside(name, blob)
         found.append((name, value_digest(blob)))

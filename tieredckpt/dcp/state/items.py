@@ -266,9 +266,9 @@ def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 def resolve_blob(planner: SavePlanner, item: WriteItem) -> memoryview:
     """The bytes to write for ``item``. Raises UsageError if the planner gives anything else."""
     value = planner.resolve_data(item)
-    if not hasattr(value, "getbuffer"):
+    if not hasattr(value, "getvalue"):
         raise UsageError(
             f"{item.index.fqn!r} was planned as bytes, but is a {type(value).__name__}",
             state_key=item.index.fqn,
         )
-    return value.getbuffer()
+    return memoryview(value.getvalue())  # whose views may outlive the stream, in an error
