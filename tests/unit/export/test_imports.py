@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from tests.support.forged_values import archive, call, mapped, number, text
+from tieredckpt.dcp.state import values
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError
 from tieredckpt.export.imports import _Folder, _torch_file
 
@@ -87,6 +88,14 @@ def test_a_dcp_folder_of_torch_2_15(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     properties = stored.properties
     assert properties == TensorProperties(torch.float16)
     assert type(properties) is TensorProperties
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_metadata_of_any_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Objects of a folder of 100,000 pieces take more than those of any large value."""
+    dcp.save({str(n): torch.ones(2) for n in range(300)}, checkpoint_id=tmp_path, no_dist=True)
+    monkeypatch.setattr(values, "OBJECT_BYTES", 0)
+    assert len(_Folder(tmp_path).names) == 300
 
 
 # --- forged -----------------------------------------------------------------------------------

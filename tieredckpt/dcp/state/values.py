@@ -44,7 +44,8 @@ OBJECT_FACTOR = 64
 """Bytes that Python's objects take, likewise: a list of empty dicts takes 43."""
 
 OBJECT_BYTES = 256 << 20
-"""Bytes of Python's objects beyond ``DATA_FACTOR``: large values have large parts."""
+"""Bytes of Python's objects beyond ``DATA_FACTOR``: large values have large parts. The metadata of
+stock DCP, of any size, consists of small ones (24 to 35 times its bytes): it is not limited so."""
 
 SLACK_BYTES = 64 << 10
 
@@ -97,7 +98,7 @@ def rebuild(
         BadValueError: It is no such archive, or one that no writer makes.
     """
     archive = {"data.pkl": data} if bare else entries(data)
-    interpreter = _Interpreter(len(data), archive, allow, device, in_place=in_place)
+    interpreter = _Interpreter(len(data), archive, allow, device, in_place=in_place, bare=bare)
     try:
         return interpreter.run()
     except RefusedTypesError:
@@ -120,10 +121,11 @@ class _Interpreter:
         device: str | None,
         *,
         in_place: bool,
+        bare: bool,
     ) -> None:
-        self._objects_left = min(
-            OBJECT_FACTOR * size + SLACK_BYTES, DATA_FACTOR * size + OBJECT_BYTES
-        )
+        self._objects_left = OBJECT_FACTOR * size + SLACK_BYTES
+        if not bare:
+            self._objects_left = min(self._objects_left, DATA_FACTOR * size + OBJECT_BYTES)
         self._data_left = DATA_FACTOR * size + SLACK_BYTES
         self._storage_left = size
         self._archive = archive
