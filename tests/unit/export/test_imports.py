@@ -98,6 +98,21 @@ def test_metadata_of_any_size_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(_Folder(tmp_path).names) == 300
 
 
+def test_parameters_keep_their_attributes(tmp_path: Path):
+    tied = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t(), requires_grad=False)
+    vars(tied).update(share=0, about={"axis": (1, None)})
+    torch.save({"w": tied, "again": tied}, tmp_path / "new.pt")
+    found = _torch_file(tmp_path / "new.pt")
+    made = found["w"]
+    assert made is found["again"]
+    assert type(made) is torch.nn.Parameter
+    assert not made.requires_grad
+    assert (made.stride(), vars(made)) == ((1, 3), vars(tied))
+    assert torch.equal(made, tied)
+    data = (tmp_path / "new.pt").read_bytes().replace(b"share", b"shape")
+    assert "a parameter that no writer makes" in outcome(tmp_path / "new.pt", data)
+
+
 # --- forged -----------------------------------------------------------------------------------
 
 

@@ -256,6 +256,15 @@ def _parameter(purse: Purse, args: tuple[Any, ...]) -> torch.nn.Parameter:
     return torch.nn.Parameter(args[0].detach(), args[1])
 
 
+def _parameter_with_state(purse: Purse, args: tuple[Any, ...]) -> torch.nn.Parameter:
+    """A parameter with attributes of its own, such as how it is split."""
+    need(len(args) == 4 and type(args[3]) is dict, "a parameter")
+    made = _parameter(purse, args[:3])
+    need(not any(hasattr(torch.nn.Parameter, str(key)) for key in args[3]), "a parameter")
+    vars(made).update({str(key): value for key, value in args[3].items()})
+    return made
+
+
 def _size(purse: Purse, args: tuple[Any, ...]) -> torch.Size:
     need(len(args) == 1, "a torch.Size")
     return torch.Size(_ints(args[0], "a torch.Size"))
@@ -399,6 +408,7 @@ _FUNCTIONS: dict[str, Make] = {
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter_with_state,
     "torch.serialization._get_layout": _layout,
     "_codecs.encode": _encode,
     "builtins.getattr": _member,  # so Python 3.11.0 to 3.11.3 pickle an enum, which is allowed
