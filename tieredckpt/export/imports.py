@@ -132,7 +132,7 @@ def import_checkpoint(
             state = {part: state}
         try:
             names = set(flatten_state_dict(state)[0])
-        except RecursionError as error:
+        except (RecursionError, ValueError) as error:  # or two of its keys have one flat name
             raise IntegrityError(f"{source} is malformed: {error!r}") from error
     session = open_together(
         config, None, unsafe_pickle=False, read_only=False, run_id=secrets.token_hex(16)

@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from tests.support.forged_values import archive, call, mapped, number, text
+from tieredckpt.config.schema import Config
 from tieredckpt.dcp.state import values
 from tieredckpt.errors import IntegrityError, TieredCkptError, UsageError
-from tieredckpt.export.imports import _Folder, _torch_file
+from tieredckpt.export.imports import _Folder, _torch_file, import_checkpoint
 
 
 def old_file(state: Any) -> bytes:
@@ -111,6 +112,12 @@ def test_parameters_keep_their_attributes(tmp_path: Path):
     assert torch.equal(made, tied)
     data = (tmp_path / "new.pt").read_bytes().replace(b"share", b"shape")
     assert "a parameter that no writer makes" in outcome(tmp_path / "new.pt", data)
+
+
+def test_two_keys_of_one_flat_name_are_refused(tmp_path: Path):
+    torch.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "new.pt")
+    with pytest.raises(IntegrityError, match=r"duplicated flatten key a\.b"):
+        import_checkpoint(Config(), tmp_path / "new.pt", 1)
 
 
 # --- forged -----------------------------------------------------------------------------------
