@@ -56,6 +56,13 @@ def test_lengths(size: int):
         assert decode_plain(encode_plain(value)) == value
 
 
+@pytest.mark.parametrize("value", [{}, {1}, set(), {"a": 1}, {1: {}}, {"id": None}, [{"a": {1}}]])
+def test_many_small_values(value: object):
+    """As rows of a batch. Python needs most for them per byte."""
+    rows = [value] * 20_000
+    assert decode_plain(encode_plain(rows)) == rows
+
+
 def test_floats_bit_by_bit():
     assert math.copysign(1, decode_plain(encode_plain(-0.0))) == -1
     assert math.isnan(decode_plain(encode_plain(float("nan"))))
