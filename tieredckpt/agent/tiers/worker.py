@@ -615,14 +615,15 @@ class TierWorker:
     def _failed(self, error: str) -> None:
         """The thread rests before it tries again."""
         with self._cond:
-            if self.error is None or not self.error.endswith(f": {error}"):
-                log.warning("%s: %s", self._name, error)
-                since = time.strftime("%Y-%m-%d %H:%M:%S")
-                self.error = f"{self.spec.url} since {since}: {error}"
             # A store is asked for minutes before it counts as failed: nothing has gone there since.
             began_s = max(self._tried_at_s, self._moved_at_s)
             first_s = self._failing[0] if self._failing else began_s
             self._failing = (first_s, self._clock(), error)
+            if self.error is None or not self.error.endswith(f": {error}"):
+                log.warning("%s: %s", self._name, error)
+                began = time.localtime(time.time() - (self._clock() - first_s))
+                since = time.strftime("%Y-%m-%d %H:%M:%S", began)
+                self.error = f"{self.spec.url} since {since}: {error}"
             self._must_rest = True
             self._failures += 1
             self._cond.notify_all()
