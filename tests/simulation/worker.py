@@ -29,6 +29,10 @@ class SimWorker(TierWorker):
     def start(self) -> None:
         pass
 
+    def why(self) -> str | None:
+        """Without the time, which no seed decides."""
+        return self.error
+
     def attach(self, timeout_s: float) -> Catalog | None:
         if self.catalog is None:
             self.step()

@@ -529,7 +529,7 @@ class Namespace:
         worker = self.workers.get(tier)
         catalog = worker.attach(ATTACH_WAIT_S) if worker is not None else None
         if catalog is None:
-            reason = f": {worker.error}" if worker is not None else ""
+            reason = f": {worker.why()}" if worker is not None else ""
             text = f"namespace {self.name} has no tier {tier!r} that answers{reason}"
             raise NotFoundError(text, key=tier, what="tier")
         return catalog

@@ -107,7 +107,7 @@ def _records_of(namespace: Namespace) -> tuple[bytes, ...]:
 def _look_at(worker: TierWorker, marks: QuarantineMarks) -> TierFacts:
     catalog = worker.attach(ATTACH_WAIT_S)
     if catalog is None:
-        return _unavailable(worker, worker.error or f"no answer within {ATTACH_WAIT_S:g} s")
+        return _unavailable(worker, worker.why() or f"no answer within {ATTACH_WAIT_S:g} s")
     return gather(catalog, kind=kind_of(worker.spec), marks=marks)
 
 

@@ -216,7 +216,11 @@ class TierWorker:
         """Why nothing gets there now: what the last step failed for, or why the one that is under
         way repeats its requests. None: it works, as far as is known.
         """
-        return self.error or self._place.retrying()
+        failing = self._failing
+        if self.error is None or failing is None:
+            return self.error or self._place.retrying()
+        since = time.localtime(time.time() - (self._clock() - failing[0]))
+        return f"{self.spec.url} since {time.strftime('%Y-%m-%d %H:%M:%S', since)}: {self.error}"
 
     def quiet_s(self) -> float | None:
         """Seconds since bytes were copied last; None: it fails at this moment."""
@@ -619,11 +623,9 @@ class TierWorker:
             began_s = max(self._tried_at_s, self._moved_at_s)
             first_s = self._failing[0] if self._failing else began_s
             self._failing = (first_s, self._clock(), error)
-            if self.error is None or not self.error.endswith(f": {error}"):
+            if error != self.error:
                 log.warning("%s: %s", self._name, error)
-                began = time.localtime(time.time() - (self._clock() - first_s))
-                since = time.strftime("%Y-%m-%d %H:%M:%S", began)
-                self.error = f"{self.spec.url} since {since}: {error}"
+            self.error = error
             self._must_rest = True
             self._failures += 1
             self._cond.notify_all()
