@@ -27,10 +27,17 @@ def train_to(hosts: Hosts, step: int) -> None:
 
 
 def sources(config: Path, runtime_dir: Path, step: str) -> list[set[str]]:
-    """The tiers of each segment of a checkpoint that can be loaded, as a host sees them."""
-    arguments = ["recovery", "plan", "--json", "--step", step, "--config", str(config)]
-    result = CliRunner().invoke(cli, [*arguments, "--runtime-dir", str(runtime_dir)])
-    assert result.exit_code == 0, result.output
+    """The tiers of each segment of a checkpoint that can be loaded, as a host sees them.
+
+    Of a newer one, where that has taken its place.
+    """
+    arguments = ["recovery", "plan", "--json", "--config", str(config)]
+    arguments += ["--runtime-dir", str(runtime_dir)]
+    result = CliRunner().invoke(cli, [*arguments, "--step", step])
+    if result.exit_code:
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["chosen"]["step"] > int(step), result.output
     found = json.loads(result.stdout)["chosen"]["segments"]
     return [{each["tier"] for each in segment["sources"] if each["intact"]} for segment in found]
 
