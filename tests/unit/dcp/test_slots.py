@@ -582,7 +582,8 @@ def test_populating_works_on_kernels_without_the_advice(
     save(ring, STATE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     save(ring, STATE)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 50
+    # Of 5,120 pages; other threads of the process have faults of their own.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500
 
 
 def test_growing_within_the_slack_of_a_slot_asks_for_nothing(ring: SlotRing, agent: FakeAgent):
